@@ -40,7 +40,7 @@ def main(features: Path, labels: Path, out: Path, epochs: int = 8, rows: int = 5
         choose = {("features", "coords"): stoker.Rows(rows, random=random)}
         return stoker.Loader(bags, 4, shuffle=random, seed=0, choose=choose, indices=bags.where(part))
 
-    train, val = load("number % 4 <> 0", True), load("number % 4 = 0", False)
+    train, val = load("sample_index % 4 <> 0", True), load("sample_index % 4 = 0", False)
     torch.manual_seed(0)
     model, right = Attention(bags.schema["features"].shape[-1], classes=2), list[float]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -2,9 +2,9 @@
 
     python examples/text_to_image.py PIPELINE IMAGES OUT [EPOCHS [LR]]
 
-PIPELINE is a folder of diffusers with `vae`, `text_encoder`, `text_encoder_2`, `tokenizer`, `unet` and
-`scheduler`. IMAGES has pictures, each with its caption in a text file of the same name. Killed at any moment,
-the same command continues.
+PIPELINE is a folder of diffusers with `vae`, `tokenizer`, `text_encoder`, `tokenizer_2`, `text_encoder_2`,
+`unet` and `scheduler`. IMAGES has pictures, each with its caption in a text file of the same name. Killed at
+any moment, the same command continues.
 """
 
 import hashlib
@@ -27,9 +27,24 @@ def make_caches(pipeline: Path, images: Path, out: Path, size: int) -> dict[str,
     text = stoker.TorchSource(
         captions, text={"caption": "bytes"}, keys=[*(file.stem for file in files), ""], version=version
     )
-    ids = stoker.Tokenize(text, pipeline / "tokenizer", max_length=8)
+    ids = stoker.Tokenize(
+        text,
+        pipeline / "tokenizer",
+        out="ids_one",
+        attention_mask="mask_one",
+        max_length=LENGTH,
+        keep_text=True,
+    )
+    ids = stoker.Tokenize(
+        ids, pipeline / "tokenizer_2", out="ids_two", attention_mask="mask_two", max_length=LENGTH
+    )
     pictures = stoker.ImageSource(images, size=(size, size))
-    encoders = {name: stoker.TextEncoder(pipeline / folder, attend="all") for name, folder in TEXTS.items()}
+    encoders = {
+        name: stoker.TextEncoder(
+            pipeline / folder, field=f"ids_{name}", attention_mask=f"mask_{name}", attend="all"
+        )
+        for name, folder in TEXTS.items()
+    }
     hidden = {name: ["hidden"] for name in encoders}
     return {
         "latents": stoker.precompute(
@@ -40,6 +55,7 @@ def make_caches(pipeline: Path, images: Path, out: Path, size: int) -> dict[str,
 
 
 TEXTS = {"one": "text_encoder", "two": "text_encoder_2"}
+LENGTH = 8  # tokens of a text; 77 for CLIP
 
 
 def make_loader(caches: dict[str, stoker.Cache], scale: float) -> stoker.Loader:

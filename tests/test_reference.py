@@ -43,6 +43,7 @@ OF_AUTHORS = (
     "stoker.plugins.plugins_of", "stoker.precompute.encode_here", "stoker.precompute.settings.EncodeShare",
     "stoker.precompute.settings.ShareOutcome", "stoker.schema.Field", "stoker.schema.unfolded",
     "stoker.sources.protocol.BatchSource", "stoker.sources.protocol.FileRef",
+    "stoker.sources.protocol.IdentityKeysSource",
     "stoker.sources.protocol.LocatableSource", "stoker.sources.protocol.Part",
     "stoker.sources.protocol.RowSource", "stoker.sources.protocol.SelfCheckingSource",
     "stoker.sources.protocol.SourceIdentity", "stoker.sources.protocol.SplittableSource",
@@ -55,6 +56,7 @@ OF_TYPER = ("stoker.cli.command.Debug", "stoker.cli.command.Json")
 PROTOCOLS = (
     "stoker.Source", "stoker.Encoder", "stoker.sources.protocol.BatchSource",
     "stoker.sources.protocol.RowSource", "stoker.sources.protocol.LocatableSource",
+    "stoker.sources.protocol.IdentityKeysSource",
     "stoker.sources.protocol.SelfCheckingSource", "stoker.sources.protocol.SplittableSource",
 )  # fmt: skip
 """Methods of these mean the same in each class that has them, and are described here."""
@@ -79,7 +81,7 @@ INTERNAL = {
     "stoker.sources.splits.SplitOf": ("places",),
     "stoker.transforms.Crop": ("as_cut",),
     "stoker.transforms.Flip": ("as_cut",),
-    "stoker.TorchSource": ("structure", "probed_indices", "probe_again", "seconds_per_item", "keys_given"),
+    "stoker.TorchSource": ("structure", "probed_indices", "probe_again", "seconds_per_item"),
     "stoker.plan.Plan": ("holding",),
 }
 """Members that other parts of the package use; the pages leave them out."""

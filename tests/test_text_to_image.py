@@ -48,6 +48,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_models.make_clip(folder / "text_encoder")
     tiny_models.make_t5(folder / "text_encoder_2")
     tiny_models.make_tokenizer(folder / "tokenizer")
+    tiny_models.make_tokenizer(folder / "tokenizer_2", words=tiny_models.WORDS[::-1])
     torch.manual_seed(0)
     UNet2DConditionModel(
         sample_size=4,
@@ -106,7 +107,8 @@ def encode_in_the_loop(pipeline: Path) -> Any:
         moments = vae.encode(batch["picture.image"].float() / 127.5 - 1).latent_dist
         made = {"latents.mean": moments.mean, "latents.std": moments.std, "index": batch["index"]}
         for name, model in texts.items():
-            made[name] = model(batch["ids.input_ids"].long(), torch.ones_like(batch["ids.input_ids"]))[0]
+            ids = batch[f"{name}.input_ids"].long()
+            made[name] = model(ids, torch.ones_like(ids))[0]
         return made
 
     return encode
@@ -125,18 +127,23 @@ def test_losses_are_those_of_encoding_in_the_loop(
     pictures = stoker.precompute(
         stoker.ImageSource(images, size=(SIZE, SIZE)), None, tmp_path / "caches", name="raw", progress=None
     )
-    words = stoker.Tokenize(
-        stoker.TorchSource(
-            [{"caption": file.read_text()} for file in sorted(images.glob("*.txt"))],
-            text={"caption": "bytes"},
-            keys=[file.stem for file in sorted(images.glob("*.txt"))],
-            version="1",
-        ),
-        pipeline / "tokenizer",
-        max_length=8,
+    files = sorted(images.glob("*.txt"))
+    text = stoker.TorchSource(
+        [{"caption": file.read_text()} for file in files],
+        text={"caption": "bytes"},
+        keys=[file.stem for file in files],
+        version="1",
     )
-    ids = stoker.precompute(words, None, tmp_path / "caches", name="ids", progress=None)
-    raw = stoker.zip(picture=pictures, ids=ids)
+    ids = {
+        name: stoker.precompute(
+            stoker.Tokenize(text, pipeline / folder, max_length=8),
+            None,
+            tmp_path / "caches",
+            name=f"ids_{name}",
+        )
+        for name, folder in (("one", "tokenizer"), ("two", "tokenizer_2"))
+    }
+    raw = stoker.zip(picture=pictures, **ids)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 0}
 
     def same(batch: Any) -> Any:

@@ -23,13 +23,8 @@ from stoker.extras.adopt.layouts import LAYOUTS, layout_of_pattern
 from stoker.extras.adopt.listing import make_listing
 from stoker.extras.adopt.run import AdoptSettings, run_adopt
 from stoker.extras.adopt.source import FileReader
-from tests.adopt.writers import WRITERS, nan, values
+from tests.adopt.writers import WRITERS, nan, settle, values
 from tests.cli.commands import run, run_json
-
-
-def settle(folder: Path) -> None:
-    """Wait until files are so old that their digests are remembered."""
-    time.sleep(max(0.0, 2.1 - (time.time() - max(p.stat().st_ctime for p in folder.rglob("*")))))
 
 
 def write_npy(root: Path, count: int, *shape: int) -> Path:
@@ -136,6 +131,20 @@ def test_a_fixed_file_costs_its_block_alone(tmp_path: Path, monkeypatch: pytest.
     fixed = take(root, tmp_path / "c")
 
     assert (fixed.bad, fixed.adopted, fixed.new) == ((), 40, 10)
+
+
+def test_a_new_file_costs_the_blocks_from_there_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.extras.adopt import listing
+
+    monkeypatch.setattr(listing, "BLOCK", 10)
+    root = write_npy(tmp_path / "f", 40, 4)
+    take(root, tmp_path / "c")
+    np.save(root / "0/00024b.npy", values(99, 4))
+
+    more = take(root, tmp_path / "c")
+
+    assert (more.adopted, more.new) == (41, 21)
+    assert more.cache[25]["data"].numpy().tolist() == values(99, 4).tolist()
 
 
 KILLED = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,11 @@ def zeros(array: Array) -> Array:
 def narrow(array: Array) -> Array:
     """Another shape along the last axis."""
     return np.ascontiguousarray(array[..., :-1])
+
+
+def settle(folder: Path) -> None:
+    """Wait until files are so old that their digests are remembered."""
+    time.sleep(max(0.0, 2.1 - (time.time() - max(p.stat().st_ctime for p in folder.rglob("*")))))
 
 
 @dataclass(kw_only=True)

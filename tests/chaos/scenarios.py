@@ -277,7 +277,7 @@ def pt_recipe(source: FakeSource) -> Recipe:
         root = write_pt(source, Path(folder))[0].parent
         listing = make_listing(root, LAYOUTS["sample-pt"], Path(folder), NAME)
         named = adopt_source.AdoptSource(root, LAYOUTS["sample-pt"], listing, adopt_source.AdoptRules())
-        digest_blocks(named, Path(folder) / "memo.json", "auto", print)
+        digest_blocks(named, Path(folder) / "memo.json", print)
         named.close()
         return make_recipe(named, None)
 

@@ -87,6 +87,25 @@ def test_verify_names_the_damaged_record(project: Path) -> None:
     assert f"sample {report['bad'][0]['index']}" in text
 
 
+def test_verify_finds_damaged_keys_and_says_how_to_note_them_again(project: Path) -> None:
+    run("precompute", "c.yaml")
+    path = "data/latent_cache/burgers1d_train"
+    (keys,) = (project / path).glob("*/keys.jsonl")
+    keys.write_bytes(keys.read_bytes().replace(b":1", b":x"))
+
+    report = run_json("cache", "verify", path, exit_code=4)
+    text, _ = run("cache", "verify", path, exit_code=4)
+
+    assert [(bad["index"], bad["shard"]) for bad in report["bad"]] == [(-1, "keys.jsonl")]
+    assert "Run the same precompute again" in " ".join(text.split())
+    assert "--repair" not in text
+    repaired, _ = run("cache", "verify", path, "--repair")
+    assert "keys.jsonl" in repaired
+    assert "Run the same precompute again" in " ".join(repaired.split())
+    run("precompute", "c.yaml")
+    assert run_json("cache", "verify", path)["ok"]
+
+
 def test_verify_of_a_subset_reads_fewer_records(project: Path) -> None:
     run("precompute", "c.yaml")
 
@@ -149,7 +168,7 @@ def test_get_shows_records_by_key_and_by_condition(project: Path) -> None:
     key = run_json("cache", "get", path)["records"][3]["key"]
 
     by_key = run_json("cache", "get", path, key)
-    met = run_json("cache", "get", path, "--where", "number % 2 = 1", "--limit", "2")
+    met = run_json("cache", "get", path, "--where", "sample_index % 2 = 1", "--limit", "2")
     text, _ = run("cache", "get", path, key)
 
     assert [(r["index"], r["key"]) for r in by_key["records"]] == [(3, key)]
@@ -166,4 +185,4 @@ def test_get_says_which_key_or_column_there_is_not(project: Path) -> None:
     _, no_column = run("cache", "get", path, "--where", "nothing > 1", exit_code=3)
 
     assert "'nothing'" in no_key
-    assert "Columns of burgers1d_train are number, key" in no_column
+    assert "Columns of burgers1d_train are sample_index, key" in no_column

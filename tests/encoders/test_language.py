@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.encoders.protocol import EncodeBatchSize
+from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError
 from stoker.precompute.engine import run_precompute
 from stoker.precompute.settings import PrecomputeSettings
@@ -232,6 +233,21 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_lengths_of_its_neighbors(
         assert torch.equal(one[field][0], other[field][0])
 
 
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_attend_all_does_not_let_a_sample_see_the_padding_of_its_batch(
+    folders: dict[str, Path], name: str
+) -> None:
+    """Ragged tokens have no padding: what a batch adds to them must not be a part of the text."""
+    encoder = stoker.TextEncoder(folders[name], attend="all")
+    batch = {"input_ids": ids() * mask(), "input_ids.lengths": torch.tensor(LENGTHS)}
+
+    found = encoder.encode(batch)["hidden"]
+
+    for row, length in enumerate(LENGTHS):
+        alone = encoder.encode({"input_ids": ids()[row : row + 1, :length]})["hidden"]
+        assert torch.allclose(found[row, :length], alone[0], atol=1e-5)
+
+
 @given(lengths=st.lists(st.integers(1, 12), min_size=4, max_size=4), seed=st.integers(0, 9))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_behind_the_end_of_a_sample_never_reaches_it(
@@ -279,6 +295,21 @@ def test_the_batch_size_of_ragged_samples_says_their_lengths(folders: dict[str, 
     assert several.encode_batch_size(FIXED) == EncodeBatchSize(samples=16)
     with pytest.raises(EncoderError, match="rising"):
         stoker.HiddenStates(folders["llama"], layers=[1], lengths=(128, 64))
+
+
+def test_the_logits_of_a_default_batch_fit_into_memory(folders: dict[str, Path]) -> None:
+    """A vocabulary of 131,072 and texts of 512 tokens: 256 MiB of logits for each sample."""
+    top = stoker.TopK(folders["llama"], k=4)
+    assert top.encode_batch_size(RAGGED) == EncodeBatchSize(samples=8, lengths=TOKEN_LENGTHS)
+    top._sizes = replace(top._sizes, vocabulary=1 << 17, positions=None)
+    long = {"input_ids": Field(shape=(512,), dtype="int32")}
+
+    assert top.encode_batch_size(long) == EncodeBatchSize(samples=4)
+    assert top.encode_batch_size(RAGGED) == EncodeBatchSize(samples=4, lengths=TOKEN_LENGTHS)
+    assert top.encode_batch_size({"input_ids": Field(shape=(1 << 14,), dtype="int32")}).samples == 1
+    given = stoker.TopK(folders["llama"], k=4, encode_batch=32)
+    given._sizes = top._sizes
+    assert given.encode_batch_size(long) == EncodeBatchSize(samples=32)
 
 
 # ----------------------------------------------------------------------------------------------------------

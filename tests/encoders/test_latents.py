@@ -18,6 +18,7 @@ import stoker
 from stoker.errors import EncoderError
 from stoker.schema import Field
 from stoker.testing import check_encoder
+from tests.cli.commands import run_json
 from tests.encoders.tiny_models import make_vae
 
 pytestmark = pytest.mark.skipif(
@@ -198,3 +199,22 @@ def test_weights_that_are_missing_are_refused_not_random(folder: Path, tmp_path:
 
     with pytest.raises(EncoderError, match=r"encoder\.conv_in\.weight"):
         stoker.VAEEncoder(place.parent).encode({"image": images()})
+
+
+def test_a_settings_file_names_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for number, pixels in enumerate(images()):
+        image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "photos" / f"{number}.png")
+    (tmp_path / "c.yaml").write_text(
+        "data: {kind: images, root: photos, splits: {train: 1.0}, images: {size: [32, 48]}}\n"
+        f"encoder: {{target: 'stoker:VAEEncoder', arguments: {{folder: '{folder}', encode_batch: 3}}}}\n"
+        "precompute: {workers: 0}\ntraining: {device: cpu}\n"
+    )
+
+    (found,) = run_json("precompute", "c.yaml", "--splits", "train")["caches"]
+    cache = stoker.open_cache(found["path"])
+    wanted = stoker.VAEEncoder(folder).encode({"image": images()})
+    assert torch.allclose(cache[1]["mean"], wanted["mean"][1], atol=1e-5)
+    assert torch.allclose(cache[1]["std"], wanted["std"][1], rtol=1e-4)

@@ -113,6 +113,20 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], says: str
         MeshEncoder(**{**settings, **changes})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(("schema", "fields"), [(MESH, ["u"]), (PARTICLES, ["positions", "velocities"])])
+def test_it_is_made_for_a_source_without_counting_channels(schema: Schema, fields: list[str]) -> None:
+    class Samples:
+        def schema(self) -> Schema:
+            return schema
+
+    encoder = MeshEncoder.for_source(Samples(), tokens=4, dim=8)
+
+    assert list(encoder.fields) == fields
+    assert encoder.schema(schema)["latent"].shape == (-1, 4, 8)
+    with pytest.raises(EncoderError, match="not a source"):
+        MeshEncoder.for_source([1, 2])  # pyright: ignore[reportArgumentType]
+
+
 def test_samples_without_points_are_refused() -> None:
     with pytest.raises(EncoderError, match="coords"):
         mesh_encoder_for({"data": Field(shape=(5, 8, 8, 1), dtype="float32", time=True)}, tokens=4, dim=8)

@@ -96,6 +96,50 @@ def test_hidden_states_of_padded_tokens_are_those_of_the_real_ones(server: Model
         assert not found["hidden"][row, len(tokens) :].any()
 
 
+@pytest.mark.parametrize("api", ["openai", "vllm"])
+def test_padding_before_the_tokens_is_not_sent_either(server: ModelServer, api: str) -> None:
+    mask = torch.tensor([[False, False, True, True, True], [True, True, False, False, False]])
+    ids = torch.tensor([[9, 9, 11, 12, 13], [21, 22, 9, 9, 9]])
+
+    found = encoder(server, api=api).encode({"input_ids": ids, "attention_mask": mask})
+
+    assert sorted(body["input"][0] for _, body in server.requests) == [[11, 12, 13], [21, 22]]
+    for row, tokens in enumerate(([11, 12, 13], [21, 22])):
+        if api == "openai":
+            assert torch.allclose(found["embedding"][row], torch.tensor(embedding(tokens)))
+        else:
+            assert torch.allclose(found["hidden"][row][mask[row]], torch.tensor(states(tokens)))
+            assert not found["hidden"][row][~mask[row]].any()
+
+
+@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize("api", ["openai", "vllm"])
+def test_a_sample_without_tokens_is_not_sent(server: ModelServer, tmp_path: Path, api: str, pad: int) -> None:
+    """Nor are the samples of zeros with which its batch is filled up."""
+    rows = batch([11, 12, 13], [], [31])
+    rows["input_ids"][~rows["attention_mask"]] = pad
+    samples = [{name: value[n] for name, value in rows.items() if name != "label"} for n in range(3)]
+
+    cache = stoker.precompute(
+        samples,
+        encoder(server, api=api, encode_batch=4),
+        tmp_path,
+        name="c",
+        device="cpu",
+        workers=0,
+        max_quarantined=0.5,
+    )
+
+    assert {tuple(body["input"][0]) for _, body in server.requests} == {(11, 12, 13), (31,)}
+    if api == "openai":
+        assert list(cache.quarantined) == [1]
+        assert torch.allclose(cache[2]["embedding"], torch.tensor(embedding([31])))
+    else:
+        assert not cache.quarantined
+        assert not cache[1]["hidden"].any()
+        assert torch.allclose(cache[2]["hidden"][:1], torch.tensor(states([31])))
+
+
 @pytest.mark.parametrize("api", ["vllm", "sglang", "vllm-files"])
 def test_ragged_samples_come_alone_and_in_a_padded_batch(
     server: ModelServer, tmp_path: Path, api: str
@@ -260,6 +304,22 @@ def test_the_search_for_the_sample_at_fault_asks_for_no_other_again(
     others = {first: server.asked[first] for first in range(11, 170, 10) if first != 61}
     assert others == dict.fromkeys(others, 1)
     assert server.asked[61] <= 2
+
+
+def test_results_of_earlier_batches_are_not_kept_in_memory(server: ModelServer) -> None:
+    """Also where a sample of each batch fails, and batches are filled up with zeros of several lengths."""
+    remote = encoder(server, per_request=4, retries=0)
+    server.faults[99] = ["always:status:400"]
+
+    for first in range(10, 90, 10):
+        rows = batch([first, 1], [first, 99], [])
+        ids, mask = (rows[name][:, : 2 + first % 3] for name in ("input_ids", "attention_mask"))
+        mask[2] = True
+        with pytest.raises(ValueError, match="400"):
+            remote.encode({"input_ids": ids, "attention_mask": mask})
+
+    assert len(remote._searched) == 2
+    assert len(remote._zeros) == 1
 
 
 @pytest.mark.parametrize("every", ["status:500", "status:429", "hang", "closed", "nan", "status:400"])

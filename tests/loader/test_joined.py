@@ -185,13 +185,13 @@ def test_tables_of_a_database_and_of_parquet_give_the_same(cache: Cache, tmp_pat
             ConfigError,
             "has a field 'x' already",
         ),
-        ({"on": "x"}, ConfigError, r"on='x' is not a field.*Expected number, id"),
+        ({"on": "x"}, ConfigError, r"on='x' is not a field.*Expected index, id"),
         ({"on": ["a"]}, ConfigError, "on has 1 keys for 12 samples"),
         ({"missing": "ignore"}, ConfigError, "missing is 'ignore'. Expected refuse, mask, drop"),
         ({"columns": ["label"]}, SourceError, "column label holds no numbers alone"),
         ({"key": "name"}, SourceError, "has no column name. It has id, label, weight"),
         ({"colums": 1}, ConfigError, r"got key, columns, on, colums\. It needs"),
-        ({"on": "number"}, SourceError, "12 of 12 records have no row"),
+        ({"on": "index"}, SourceError, "12 of 12 records have no row"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker import transforms
-from stoker.errors import ConfigError, CorruptError, MissingRecordError, StaleStateError
+from stoker.errors import ConfigError, CorruptError, MissingRecordError, RecordError, StaleStateError
 
 COUNT, TEXTS = 57, 7
 
@@ -191,7 +193,7 @@ def test_indices_and_weights_are_those_of_the_first_cache(joined: stoker.Zip) ->
 def test_an_empty_selection_of_joined_caches_is_named(joined: stoker.Zip) -> None:
     with pytest.raises(ConfigError, match="indices= is empty"):
         stoker.Loader(joined, 4, indices=[])
-    for none in (joined.where("number > 100000"), joined.select([])):
+    for none in (joined.where("sample_index > 100000"), joined.select([])):
         with pytest.raises(ConfigError, match=r"0 records.* is empty"):
             stoker.Loader(none, 4)
 
@@ -245,6 +247,14 @@ def test_caches_of_one_source_are_joined_although_keys_repeat(tmp_path: Path) ->
         (lambda z: stoker.zip(one=z.main, two=z.main, on={"two": lambda _: 3}), "Expected a text"),
         (lambda z: stoker.zip(one=z.main, two=z.main, missing="mask"), "refuse or drop"),
         (lambda z: stoker.zip(one=z.main, two=3), "Expected a stoker.Cache"),
+        (
+            lambda z: stoker.zip(image=z.main, index=z.caches["label"], on="stem"),
+            "'index' in batches",
+        ),
+        (
+            lambda z: stoker.zip(**{"image": z.main, "image.mean": z.caches["label"]}, on="stem"),
+            "'image.mean' in batches",
+        ),
         (lambda z: stoker.Loader(z, 4, windows=stoker.Windows()), "Leave windows out"),
         (lambda z: stoker.Loader(z, 4, indices=[999]), "sample 999"),
         (lambda z: stoker.Mixture([stoker.Loader(z, 4)]), "joins several"),
@@ -269,6 +279,94 @@ def test_records_are_read_and_filtered_by_the_names_in_batches(joined: stoker.Zi
         check(batch)
     assert len(some.as_dataset()) == 6
     assert some.as_dataset()[0]["label"] == 1050
+
+
+def test_joined_caches_are_read_as_one_cache_is(tmp_path: Path) -> None:
+    keys = ["a", "b", "c", "d", "e"]
+    one = stored(tmp_path, "one", [{"x": torch.full((2,), float(i))} for i in range(5)], keys)
+    two = stored(tmp_path, "two", [{"y": torch.full((i + 1,), float(i))} for i in (4, 1, 3)], ["e", "b", "d"])
+    some = stoker.zip(one=one, two=two, missing="drop")
+
+    assert [record["one"][0].item() for record in some] == [1, 3, 4]
+    for index in (-1, 4, np.int64(4), torch.tensor(4)):
+        assert some[index]["two"].tolist() == [4] * 5
+    assert some[1:4]["index"].tolist() == [1, 3]
+    assert some[1:4]["one"].tolist() == [[1, 1], [3, 3]]
+    assert [len(value) for value in some[[4, -4]]["two"]] == [5, 2]
+    assert some[:0]["one"].shape == (0, 2)
+    assert [index in some for index in range(-1, 6)] == [False, False, True, False, True, True, False]
+    with pytest.raises(MissingRecordError, match="sample 2 of one"):
+        some[2]
+    with pytest.raises(MissingRecordError, match="does not exist"):
+        some[5]
+    with pytest.raises(RecordError, match=r"caches\['two'\]\['y'\]"):
+        some["two"]
+    assert some.caches["two"]["y"][some.indices_in["two"]][2].tolist() == [4] * 5
+
+
+def test_samples_without_keys_are_not_joined_by_position_in_silence(tmp_path: Path) -> None:
+    def unkeyed(name: str, values: Sequence[int], encoder: Any = None) -> stoker.Cache:
+        items = [{"x": torch.tensor([float(value)])} for value in values]
+        return stoker.precompute(items, encoder, tmp_path, name=name, workers=0, progress=None)
+
+    ten, many, other = unkeyed("ten", range(10)), unkeyed("many", range(25)), unkeyed("other", range(5, 15))
+
+    for on in ("key", "stem"):
+        for partner in (many, other):
+            with pytest.raises(ConfigError, match=r"ten.*10 samples.*no keys.*on='index'"):
+                stoker.zip(a=ten, b=partner, on=on)
+    assert len(stoker.zip(a=ten, b=many, on="index")) == 10
+    assert len(stoker.zip(a=ten, b=other, c=many, on={"b": "index", "c": str})) == 10
+
+
+def test_caches_of_the_same_samples_are_joined_without_keys(tmp_path: Path) -> None:
+    items = [{"x": torch.tensor([float(i)])} for i in range(10)]
+    one, two = (
+        stoker.precompute(items, encoder, tmp_path, name=name, workers=0, progress=None)
+        for name, encoder in (("one", None), ("two", torch.nn.Linear(1, 3).requires_grad_(False)))
+    )
+
+    (batch,) = stoker.Loader(stoker.zip(one=one, two=two), 10)
+
+    assert batch["two"].shape == (10, 3)
+
+
+def test_records_that_the_first_caches_table_leaves_out_need_no_partner(tmp_path: Path) -> None:
+    one = stored(tmp_path, "one", [{"x": torch.ones(1)}] * 4, ["a", "b", "c", "d"])
+    two = stored(tmp_path, "two", [{"y": torch.ones(1)}] * 2, ["a", "c"])
+    (tmp_path / "table.csv").write_text("id,label\n0,5\n2,6\n")
+    join = {"table": tmp_path / "table.csv", "key": "id", "columns": ["label"], "missing": "drop"}
+
+    labeled = stoker.zip(one=stoker.open_cache(one.path, join=join), two=two)
+
+    assert labeled.keys() == ["a", "c"]
+    (batch,) = stoker.Loader(labeled, 4)
+    assert batch["one.label"].tolist() == [5, 6]
+
+
+def test_records_of_a_large_join_are_selected_in_little_memory(joined: stoker.Zip) -> None:
+    count = 200_000
+    every = np.arange(count)
+    large = stoker.Zip({"one": joined.main, "two": joined.main}, {"one": every, "two": every})
+    tracemalloc.start()
+
+    some = large.select(every[::2])
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert len(some) == count // 2
+    assert peak_bytes < 50 * count
+
+
+def test_a_condition_reads_fields_called_number_of_each_cache(tmp_path: Path) -> None:
+    keys = ["a", "b", "c"]
+    one = stored(tmp_path, "one", [{"x": torch.ones(1), "number": 9 - i} for i in range(3)], keys)
+    two = stored(tmp_path, "two", [{"y": torch.ones(1), "number": i, "key": i} for i in range(3)], keys)
+
+    both = stoker.zip(one=one, two=two)
+
+    assert both.where('"two.number" > 0 AND "one.number" > 7').indices.tolist() == [1]
+    assert both.where("\"two.key\" = 2 AND key = 'c' AND sample_index = 2").indices.tolist() == [2]
 
 
 def test_it_can_be_pickled_in_mid_epoch(joined: stoker.Zip) -> None:

@@ -31,6 +31,7 @@ from tests.precompute import fill_several
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
 from tests.precompute.fill_several import Noted
+from tests.precompute.ragged_once import PlacedEncoder, RaggedData
 from tests.precompute.test_engine import assert_same, records
 from tests.precompute.test_engine import run as run_alone
 from tests.precompute.test_kill import wait_until
@@ -105,6 +106,17 @@ def test_samples_of_differing_length_are_shared_too(tmp_path: Path) -> None:
     for workers in (0, 1):
         reports = fill(RaggedSource((9,)), encoders, tmp_path / str(workers), workers=workers)
         check_alone(reports, encoders, RaggedSource((9,)))
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+def test_samples_that_one_encoder_or_all_gather_by_length_are_shared_too(
+    tmp_path: Path, workers: int | None
+) -> None:
+    encoders = {"a": PlacedEncoder(), "raw": None, "b": PlacedEncoder()}
+    for some in (encoders, {"raw": None, "a": encoders["a"]}, {"a": encoders["a"], "raw": None}):
+        folder = tmp_path / "_".join(some)
+        reports = fill(RaggedData((40, 63)), some, folder, workers=workers)
+        check_alone(reports, some, RaggedData((40, 63)))
 
 
 class Cracking(FakeEncoder):

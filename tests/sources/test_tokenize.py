@@ -100,6 +100,33 @@ def test_two_tokenizers_share_one_text(folder: Path, tmp_path: Path) -> None:
     assert source.identity() != first.identity()
 
 
+def test_captions_of_renamed_pictures_stay_with_their_pictures(folder: Path, tmp_path: Path) -> None:
+    """The same captions under other keys are the same cache, whose keys are those of now."""
+
+    def texts(keys: list[str]) -> stoker.Cache:
+        captions = [{"caption": "a red cat"}, {"caption": "two dog sleeps"}]
+        text = stoker.TorchSource(captions, text={"caption": "bytes"}, keys=keys, version="1")
+        return stoker.precompute(
+            stoker.Tokenize(text, folder, max_length=7),
+            None,
+            tmp_path,
+            name="texts",
+            workers=0,
+            progress=None,
+        )
+
+    first, second = texts(["a", "b"]), texts(["b", "c"])
+
+    assert first.fingerprint == second.fingerprint
+    pictures = stoker.TorchSource([{"x": torch.ones(1)}] * 2, keys=["c", "b"], version="1")
+    cache = stoker.precompute(pictures, None, tmp_path, name="pictures", workers=0, progress=None)
+    joined = stoker.zip(picture=cache, text=second)
+    ids = next(iter(stoker.Loader(joined, 2, shuffle=False)))["text.input_ids"]
+    assert [row[1:4].tolist() for row in ids] == [
+        tokens(folder, text)["input_ids"][1:4] for text in ("two dog sleeps", "a red cat")
+    ]
+
+
 class Pairs(Dataset[Any]):
     def __init__(self, captions: list[str]) -> None:
         self.captions = captions
@@ -206,6 +233,26 @@ def test_the_identity_is_the_tokenizer_by_content_and_the_settings(folder: Path,
         stoker.Tokenize(data([*CAPTIONS[:-1], "dog"]), folder),
     ]
     assert all(other.identity() != first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "decides"),
+    [("source.spm", True), ("added_tokens.json", True), ("merges.txt", True), ("chat_template.jinja", True),
+     ("model.safetensors", False), ("model.safetensors.index.json", False), ("pytorch_model.bin", False),
+     ("README.md", False), (".gitattributes", False), ("logs/a.txt", False)],
+)  # fmt: skip
+def test_any_file_of_a_tokenizer_makes_another_cache_but_weights_do_not(
+    folder: Path, tmp_path: Path, name: str, decides: bool
+) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / name).parent.mkdir(exist_ok=True)
+    found = [stoker.Tokenize(data(), own).identity()]
+
+    for text in ("{}", "{} "):
+        (own / name).write_text(text)
+        found.append(stoker.Tokenize(data(), own).identity())
+
+    assert len({repr(one) for one in found}) == (3 if decides else 1)
 
 
 def test_a_tokenizer_that_changes_after_the_source_was_made_is_refused(folder: Path, tmp_path: Path) -> None:

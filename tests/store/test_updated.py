@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 import stoker
 from stoker.errors import ConfigError, CorruptError, MissingRecordError, StaleStateError
 from stoker.store import WriterSettings, make_recipe, open_folder
+from stoker.store.cache import reopen
+from stoker.store.keys import put_keys
+from stoker.store.storage import open_storage
 from tests.loader.caches import Arrays
 
 
@@ -56,7 +60,7 @@ def test_records_of_many_shards_are_replaced(tmp_path: Path) -> None:
     def made(folder: Path, values: list[float]) -> stoker.Cache:
         source = Arrays({"x": torch.tensor(values)[:, None].repeat(1, 8)}, parts=[len(values) // 2] * 2)
         filled = open_folder(folder, "x", make_recipe(source, None))
-        filled.note_keys(source)  # type: ignore[arg-type]
+        put_keys(open_storage(filled.path), [f"k{i}" for i in range(len(values))])
         writer = filled.writer(WriterSettings(shard_bytes=200))
         for i in range(len(values)):
             writer.append([i], {"x": source.fields["x"][i : i + 1]})
@@ -101,6 +105,63 @@ def test_a_quarantined_sample_is_served_once_it_is_fixed(tmp_path: Path) -> None
     assert len(base) == 5
     assert updated["x"][:][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert updated.quarantined == {}
+
+
+def test_fixes_that_would_go_by_position_are_refused(tmp_path: Path) -> None:
+    """A fix meant for sample 7 has the index 0 in its own cache."""
+
+    def unkeyed(values: Sequence[float], name: str, keys: Sequence[str] | None = None) -> stoker.Cache:
+        items = [{"x": torch.tensor([float(value)])} for value in values]
+        source = stoker.TorchSource(items, keys=keys, version=name)
+        return stoker.precompute(source, None, tmp_path, name=name, workers=0, progress=None)
+
+    base, fix = unkeyed(range(10), "base"), unkeyed([-7.0], "fix")
+
+    with pytest.raises(ConfigError, match=r"fix.* has no keys of its own.*keys=\["):
+        stoker.open_cache(base.path, updates=fix)
+    base, fix = unkeyed(range(10), "base", [f"k{i}" for i in range(10)]), unkeyed([-7.0], "fix", ["k7"])
+    assert stoker.open_cache(base.path, updates=fix)["x"][:].flatten().tolist()[6:] == [6, -7, 8, 9]
+
+
+def test_columns_of_a_table_stay_in_every_handle_of_an_updated_cache(
+    tmp_path: Path, base: stoker.Cache
+) -> None:
+    fixes = keyed(tmp_path, {"k3": -3.0}, "fixes")
+    table = tmp_path / "labels.csv"
+    table.write_text("id,label\n" + "".join(f"{i},{i % 5}\n" for i in range(40)))
+    join = {"table": table, "key": "id", "columns": ["label"]}
+
+    updated = stoker.open_cache(base.path, updates=fixes, join=join)
+    loader = stoker.Loader(updated, 40)
+
+    for one in (updated, pickle.loads(pickle.dumps(updated)), reopen(updated)):
+        assert one[3]["label"] == 3
+        assert one[3]["x"][0] == -3
+    for one in (loader, pickle.loads(pickle.dumps(loader))):
+        (batch,) = one
+        assert batch["label"].tolist() == [i % 5 for i in range(40)]
+
+
+def test_columns_of_a_table_stay_when_a_damaged_fix_is_encoded_again(
+    tmp_path: Path, base: stoker.Cache
+) -> None:
+    fixes = keyed(tmp_path, {"k3": -3.0}, "fixes")
+    (shard,) = fixes.path.glob("shard-*")
+    data = bytearray(shard.read_bytes())
+    data[bytes(data).rindex(torch.full((8,), -3.0).numpy().tobytes())] ^= 0xFF
+    shard.write_bytes(data)
+    table = tmp_path / "labels.csv"
+    table.write_text("id,label\n" + "".join(f"{i},{i % 5}\n" for i in range(40)))
+    join = {"table": table, "key": "id", "columns": ["label"]}
+
+    loader = stoker.Loader(stoker.open_cache(base.path, updates=fixes, join=join), 40, tier="disk")
+
+    for _ in range(2):
+        (batch,) = loader
+        assert batch["x"][3, 0] == -3
+        assert batch["label"].tolist() == [i % 5 for i in range(40)]
+    assert loader.repaired == 1
+    assert "label" in loader.dataset[3]
 
 
 def test_a_state_of_the_cache_before_is_refused(tmp_path: Path, base: stoker.Cache) -> None:

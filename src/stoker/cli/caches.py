@@ -111,7 +111,7 @@ def cache_get(
     """Show single records, by key or condition.
 
     The first values of each field, read and checked. A condition may name fields that hold one number, `key`
-    and `number`, the sample index.
+    and `sample_index`.
 
     \b
     Example:
@@ -180,7 +180,8 @@ def cache_verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 ) -> None:
     """Read a cache back and compare checksums.
 
-    Exit code 4 when a record is damaged; with --repair, when the cache is not complete afterwards.
+    Exit code 4 when a record is damaged, or the keys are; with --repair, when the cache is not complete
+    afterwards.
 
     \b
     Example:

@@ -420,11 +420,13 @@ def _short(value: object) -> str:
 
 def verify(result: VerifyReport, console: Console, path: str) -> None:
     """Print the count of intact records of a cache, then damage by shard, then what was not checked."""
+    from stoker.store.format import KEYS_FILE
+
     console.print(_matching(result.records, result.bad))
     count = len(_samples(result.bad))
     title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
     some(console, _by_shard(result.bad), title)
-    if result.bad:
+    if any(one.shard != KEYS_FILE for one in result.bad):
         command = f"stoker cache verify {shlex.quote(path)} --repair"
         console.print(escape(f"{command} sets them aside, and says how to encode them again"), soft_wrap=True)
     if result.unchecked:

@@ -425,7 +425,7 @@ class TrainingConfig(SettingsSection):
     subset: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """Part of the stored samples to train on, the same share of every file, by `data.seed`; null: all."""
     indices_file: Place | None = None
-    """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
+    """Indices of the samples to train on: a `.npy` file, or text with one a line; null: all."""
     weights_file: Place | None = None
     """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
     max_stall: Annotated[Fraction | None, BeforeValidator(_of_percent)] = None

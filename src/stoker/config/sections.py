@@ -393,14 +393,14 @@ class JoinConfig(SettingsSection):
 
     table: str | None = None
     """A .csv, .tsv or .parquet file, or a database's URL; null: nothing is joined."""
-    key: Names = "number"
+    key: Names = "index"
     """Column of the table that names the record, or columns that do together."""
     columns: dict[str, JsonValue] | tuple[str, ...] | None = None
     """Fields and their rules, as of `data.sql.columns`."""
     name: str | None = None
     """The table's name, in a database."""
-    on: str = "number"
-    """Meaning of the key: `number`, the sample's; `keys`, the source's; or a field with a whole number."""
+    on: str = "index"
+    """Meaning of the key: `index`, the sample's; `keys`, the source's; or a field with a whole number."""
     missing: Literal["refuse", "mask", "drop"] = "refuse"
     """Records without a row: an error, zeros with `<field>_known` false, or left out."""
     repeated: Literal["refuse", "mask", "drop"] = "refuse"

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
+from stoker.encoders.protocol import EncodeBatchSize, SampleShapes, fixed_batch_size, schema_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
 from stoker.encoders.wrappers import KEEPING, NORMALIZED, STEADY, weights_of
 from stoker.errors import EncoderError, arg
@@ -224,14 +224,6 @@ Sizes from 2 to 8 MiB take the same time; 0.5 MiB takes up to 1.7 times as long.
 """
 
 
-class SampleShapes(Protocol):
-    """A source, as far as an encoder asks it."""
-
-    def schema(self) -> Schema:
-        """Return the fields of a sample."""
-        ...
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class GridEncoder:
     """Frozen encoder of regular grids; satisfies `Encoder`. 1D data has `H = 1` and patch `(1, p)`.
@@ -326,11 +318,7 @@ class GridEncoder:
             >>> stoker.GridEncoder.for_source(source, tokens=8).patch
             (8, 8)
         """
-        if not hasattr(source, "schema"):
-            raise EncoderError(
-                f"{source!r} is not a source", hint="For a Dataset give stoker.TorchSource(dataset)"
-            )
-        schema = source.schema()
+        schema = schema_of(source)
         spec = schema.get(field)
         axes = 0 if spec is None else len(spec.shape) - spec.time
         if spec is None or axes not in (3, 4):

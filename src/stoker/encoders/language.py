@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -25,19 +25,21 @@ from stoker.encoders.pretrained import (
     ModelFolder,
     missing_package,
     passed_fields,
+    refuse_left_padding,
     refuse_missing,
     required_field,
 )
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, arg
 from stoker.schema import LENGTHS_SUFFIX, Field, Json, Schema
-from stoker.units import MIB
+from stoker.units import GIB, MIB
 
 # The package is optional: it is imported where a model is loaded.
 # pyright: reportMissingImports=false
 
 Attend: TypeAlias = Literal["real", "all"]
-"""`real`: no token attends to padding. `all`: tokens attend to padding as to any token."""
+"""`real`: no token attends to padding. `all`: of a fixed length, tokens attend to padding as to any token.
+What ragged samples are padded with in a batch is never attended to."""
 
 RAGGED_BATCH = 8
 """Samples in one call, where ragged samples are encoded several at a time."""
@@ -45,6 +47,9 @@ _TRIED = 8
 """Tokens with which a model is asked if it is causal."""
 _LOGIT_BYTES = 64 * MIB
 """Logits that are turned into float32 at a time."""
+_CALL_LOGIT_BYTES = GIB
+"""Logits of one call, as float32, where the batch size is chosen here. They are not stored: the sizes of
+samples and records say nothing of them."""
 _FINAL_NORMS = (
     "final_layer_norm", "text_model.final_layer_norm", "encoder.final_layer_norm",
     "norm", "ln_f", "final_layernorm", "final_norm", "decoder.final_layer_norm",
@@ -171,8 +176,9 @@ class LanguageEncoder(FolderEncoder):
             )
         mask = None
         if self._causal:
-            _refuse_left_padding(tokens.real)
-        elif tokens.real is not None and attend == "real":
+            refuse_left_padding(tokens.real)
+        elif tokens.real is not None and (attend == "real" or tokens.lengths is not None):
+            # Padding of ragged samples comes from the batch that they are in, so no setting lets it be seen.
             mask = tokens.real if self._takes_plain_mask(model) else self._mask(tokens.real)
         return model(input_ids=tokens.ids, attention_mask=mask, return_dict=True)
 
@@ -293,8 +299,9 @@ class TextEncoder(_StateEncoder):
         layer: Whose output: -1 the last, -2 the one before (SDXL), or from 0, the embeddings, up.
         norm: Apply the model's final norm. None: to the last layer alone, as `transformers` does. True: also
             to an earlier layer (Stable Diffusion 1.5 with `clip_skip`). False: never.
-        attend: `real`: no token attends to padding. `all`: the mask is stored, and not used, as in the
-            pipelines of Stable Diffusion 3 and Flux. A causal model such as CLIP needs none.
+        attend: `real`: no token attends to padding. `all`: the mask of tokens of a fixed length is stored,
+            and not used, as in the pipelines of Stable Diffusion 3 and Flux. A causal model such as CLIP
+            needs none. Ragged tokens have no padding to attend to.
         output: Name of the field with the states.
         pooled: Name of the field with the pooled output; None leaves it out.
         mask: Name of the field with the mask, in the record.
@@ -316,6 +323,7 @@ class TextEncoder(_StateEncoder):
     """
 
     NAME = "stoker.TextEncoder"
+    VERSION = 2
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
@@ -555,7 +563,8 @@ class TopK(LanguageEncoder):
         field: The field of tokens, ragged or of a fixed length.
         temperature: The logits are divided by it.
         dtype: Of weights and activations; None: as `config.json` says. Probabilities are float32.
-        encode_batch: Samples in one call; None: about 8 MiB of samples and records, 8 ragged samples.
+        encode_batch: Samples in one call; None: about 8 MiB of samples and records, 8 ragged samples. Fewer
+            where the logits of one call, float32 over the entire vocabulary, would take more than 1 GiB.
         lengths: Lengths to which ragged samples are padded, so that several are encoded in one call. None:
             one at a time.
 
@@ -608,6 +617,16 @@ class TopK(LanguageEncoder):
             self.REST: Field(shape=(length,), dtype="float32", ragged=ragged),
         }
         return passed_fields(sample_schema, {self._field}, made, "TopK")
+
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the size given, else one whose samples, records and logits are small enough for one call."""
+        size = super().encode_batch_size(sample_schema)
+        if self._encode_batch is not None:
+            return size
+        field = sample_schema[self._field]
+        longest = field.shape[0] if not field.ragged else max(size.lengths, default=1)
+        fitting = _CALL_LOGIT_BYTES // (4 * self._sizes.vocabulary * max(1, longest))
+        return replace(size, samples=max(1, min(size.samples, fitting)))
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Return the most likely next tokens of a batch of tokens.
@@ -761,13 +780,3 @@ def _is_causal(model: Any, vocabulary: int, device: torch.device) -> bool:
     states: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     first = states[:, 0].float()
     return bool(torch.allclose(first, first[:1].expand_as(first), rtol=0.0, atol=1e-6))
-
-
-def _refuse_left_padding(real: Tensor | None) -> None:
-    """Refuse padding before a token, which a causal model would see.
-
-    Raises:
-        ValueError: There is some.
-    """
-    if real is not None and bool((real[:, 1:] & ~real[:, :-1]).any()):
-        raise ValueError("the mask hides tokens before others; pad at the end")

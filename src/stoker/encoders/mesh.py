@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.encoders.protocol import EncodeBatchSize
+from stoker.encoders.protocol import EncodeBatchSize, SampleShapes, schema_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded
 from stoker.errors import EncoderError, arg
 from stoker.schema import SHAPE_SUFFIX, Field, Json, Schema
@@ -63,7 +63,7 @@ class MeshEncoder:
         ...         file[f"{number}/coords"] = numpy.random.rand(points, 2)
         ...         file[f"{number}/fields/u"] = numpy.random.rand(5, points, 1)
         >>> source = stoker.MeshSource("heat.h5")
-        >>> encoder = stoker.MeshEncoder(fields=("u",), channels=1, space=2, tokens=4, dim=8)
+        >>> encoder = stoker.MeshEncoder.for_source(source, tokens=4, dim=8)
         >>> record = stoker.precompute(source, encoder, "caches", name="heat")[0]
         >>> record["latent"].shape, encoder.decode(record["latent"], record["coords"]).shape
         (torch.Size([5, 4, 8]), torch.Size([5, 50, 1]))
@@ -117,6 +117,32 @@ class MeshEncoder:
         else:
             project = seeded_rotation(held, self.dim, self.seed)
             self._weights = {"project": project, "waves": lowest_waves(self.waves, self.space)}
+
+    @classmethod
+    def for_source(
+        cls,
+        source: SampleShapes,
+        *,
+        tokens: int = 16,
+        dim: int = 32,
+        seed: int = 0,
+        checkpoint: str | Path | None = None,
+    ) -> MeshEncoder:
+        """Return an encoder for all fields of time and points that the samples of a source have.
+
+        Coordinates are the field `coords`, else the field `positions`, whose points then move.
+
+        Args:
+            source: What will be encoded.
+            tokens: Tokens in a time step.
+            dim: Numbers in a token.
+            seed: Decides the rotation.
+            checkpoint: Safetensors file with weights to use in place of the seeded ones.
+
+        Raises:
+            EncoderError: Samples have no such field, or no coordinates.
+        """
+        return mesh_encoder_for(schema_of(source), tokens=tokens, dim=dim, seed=seed, checkpoint=checkpoint)
 
     @property
     def waves(self) -> int:

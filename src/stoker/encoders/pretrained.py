@@ -293,6 +293,19 @@ def required_field(sample_schema: Schema, name: str, call: str) -> Field:
     return sample_schema[name]
 
 
+def refuse_left_padding(real: Tensor | None) -> None:
+    """Refuse a mask that hides tokens before others.
+
+    Args:
+        real: `(n, L)` bool, True for tokens that are not padding; None: there is no padding.
+
+    Raises:
+        ValueError: It does.
+    """
+    if real is not None and bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ValueError("the mask hides tokens before others; pad at the end")
+
+
 def refuse_missing(folder: Path, found: Mapping[str, Any]) -> None:
     """Refuse a model some of whose weights would be random, by what its loader reports.
 

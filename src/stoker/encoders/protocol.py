@@ -132,6 +132,27 @@ class Encoder(Protocol):
         ...
 
 
+class SampleShapes(Protocol):
+    """A source, as far as an encoder asks it."""
+
+    def schema(self) -> Schema:
+        """Return the fields of a sample."""
+        ...
+
+
+def schema_of(source: SampleShapes) -> Schema:
+    """Return the fields of the samples of a source that encoders are made for.
+
+    Raises:
+        EncoderError: It is a Dataset or something else.
+    """
+    if not hasattr(source, "schema"):
+        raise EncoderError(
+            f"{source!r} is not a source", hint="For a Dataset give stoker.TorchSource(dataset)"
+        )
+    return source.schema()
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Choose the fixed encode batch of an encoder from schemas alone.
 #

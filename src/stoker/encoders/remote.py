@@ -106,7 +106,8 @@ class RemoteEncoder:
       `--enable-return-hidden-states --disable-radix-cache --chunked-prefill-size -1`). `hidden` `(T, dim)`.
 
     The field is replaced by the record; other fields pass through. Tokens of a fixed length are sent without
-    their padding, and `hidden` is zero there.
+    those that the mask hides, wherever these are, and `hidden` is zero there. A sample without any token or
+    text is not sent: its `hidden` is zero, and for want of an embedding it is quarantined.
 
     Each answer is checked. Results are told apart by their numbers, not by their order. The id of the request
     must be ours where the server repeats it (vLLM, SGLang), and so must the count of tokens that it has read.
@@ -154,7 +155,7 @@ class RemoteEncoder:
         'bge-m3'
     """
 
-    VERSION = 1
+    VERSION = 2
     """Bumped by hand when the same answers would give other records."""
 
     def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
@@ -227,9 +228,11 @@ class RemoteEncoder:
     def _begin(self) -> None:
         self._client: HttpClient | None = None
         self._pool: Pool | None = None
-        self._known: dict[Content, _Remembered] = {}
+        self._searched: dict[Content, _Remembered | None] = {}
         """Results of the last batch of which a sample failed: precompute asks for its samples again, alone.
-        And that of a sample of zeros, with which short batches are filled up."""
+        None: an error that has been told; the server may do better next time."""
+        self._zeros: dict[Content, _Remembered] = {}
+        """That of the last sample of zeros, with which short batches are filled up."""
         self._answered: Content | None = None
         """A sample that the server has answered well."""
         self._lock = threading.Lock()
@@ -240,7 +243,7 @@ class RemoteEncoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings; connections and threads stay."""
-        left = ("_client", "_pool", "_known", "_answered", "_lock")
+        left = ("_client", "_pool", "_searched", "_zeros", "_answered", "_lock")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,12 +293,13 @@ class RemoteEncoder:
             EncoderError: It answers nothing, or refuses the model or the credentials.
         """
         values = batch[self._field]
-        contents = self._contents(batch)
+        real = self._real_tokens(batch)
+        contents = self._contents(values, real)
         found = self._results([*dict.fromkeys(content for content in contents if content)])
         for content in contents:
             if content and found[content].error and _means_something(content):
                 raise ValueError(found[content].error)
-        rows = [self._row(content, found, values.shape[1]) for content in contents]
+        rows = [self._row(content, found, places) for content, places in zip(contents, real, strict=True)]
         stacked = torch.stack(rows).to(values.device)
         taken = {self._field, self._field + LENGTHS_SUFFIX}
         lengths = batch.get(self._field + LENGTHS_SUFFIX)
@@ -338,32 +342,34 @@ class RemoteEncoder:
     def _names(self) -> list[str]:
         return [f"{self._output}_{layer}" for layer in self._layers] or [self._output]
 
-    def _contents(self, batch: Mapping[str, Tensor]) -> list[Content]:
-        """Return what to send of each sample; empty for one without text or tokens."""
-        values = batch[self._field].cpu()
+    def _real_tokens(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return which tokens are not padding, `(n, L)` bool."""
+        values = batch[self._field]
         lengths, mask = batch.get(self._field + LENGTHS_SUFFIX), batch.get(self._mask)
-        if values.dtype is torch.uint8:
-            texts = [row.numpy().tobytes().rstrip(b"\0") for row in values]
-            return [text.decode() for text in texts]
-        ends = [values.shape[1]] * len(values)
         if lengths is not None:
-            ends = [int(length) for length in lengths]
-        elif mask is not None and mask.shape == values.shape:
-            # A sample of zeros that fills up a batch has no token; it is asked for with one.
-            ends = [max(1, int(count)) for count in mask.bool().sum(1)]
-        return [tuple(map(int, row[:end])) for row, end in zip(values, ends, strict=True)]
+            return torch.arange(values.shape[1]) < lengths.cpu()[:, None]
+        if values.dtype is not torch.uint8 and mask is not None and mask.shape == values.shape:
+            return mask.cpu().bool()
+        return torch.ones(values.shape, dtype=torch.bool)
 
-    def _row(self, content: Content, found: Mapping[Content, _Remembered], length: int) -> Tensor:
-        """Return the record of one sample, `(dim,)` or `(layers, length, dim)`."""
+    def _contents(self, values: Tensor, real: Tensor) -> list[Content]:
+        """Return what to send of each sample; empty for one without text or tokens."""
+        if values.dtype is torch.uint8:
+            return [row.numpy().tobytes().rstrip(b"\0").decode() for row in values.cpu()]
+        return [tuple(map(int, row[places])) for row, places in zip(values.cpu(), real, strict=True)]
+
+    def _row(self, content: Content, found: Mapping[Content, _Remembered], real: Tensor) -> Tensor:
+        """Return the record of one sample, `(dim,)` or `(layers, L, dim)`; `real`: its tokens."""
         value = found[content].value if content else None
         if self._api == "openai":  # NaN, of which precompute makes a quarantined sample
             empty = torch.full((self._dim,), torch.nan, dtype=getattr(torch, self._dtype))
             return empty if value is None else value
         # What fills up a batch may be refused by the server; a sample of zeros then as well.
         fill = torch.nan if content and value is None else 0.0
-        row = torch.full((len(self._names()), length, self._dim), fill, dtype=getattr(torch, self._dtype))
+        shape = (len(self._names()), len(real), self._dim)
+        row = torch.full(shape, fill, dtype=getattr(torch, self._dtype))
         if value is not None:
-            row[:, : value.shape[1]] = value
+            row[:, real] = value
         return row
 
     def _results(self, contents: list[Content]) -> dict[Content, _Remembered]:
@@ -372,10 +378,12 @@ class RemoteEncoder:
         Raises:
             EncoderError: The server answers nothing, or refuses what is the same for all samples.
         """
-        found = {content: self._known[content] for content in contents if content in self._known}
-        for content, one in found.items():
-            if one.error:  # told once, to the search for the sample at fault; later the server may do better
-                del self._known[content]
+        samples = {content for content in contents if _means_something(content)}
+        if not samples <= self._searched.keys():  # other samples: the search is over
+            self._searched = {}
+        known = {**self._zeros, **self._searched}
+        found = {content: one for content in contents if (one := known.get(content)) is not None}
+        self._searched.update((content, None) for content in samples & found.keys() if found[content].error)
         fresh = [content for content in contents if content not in found]
         until = time.monotonic() + self._deadline_s
         if self._pool is None:
@@ -387,14 +395,12 @@ class RemoteEncoder:
         for piece, ticket in tickets:
             left_s = max(0.0, until - time.monotonic()) + _GRACE_S
             found.update(zip(piece, ticket.result(left_s, f"asking {self._url}"), strict=True))
-        fillers = {content: one for content, one in found.items() if not _means_something(content)}
-        if any(found[content].error for content in fresh):
-            self._known.update(found)
-        elif len(fresh) > len(fillers.keys() & {*fresh}):  # other samples: the search is over
-            self._known = {
-                content: one for content, one in self._known.items() if not _means_something(content)
-            }
-        self._known.update(fillers)
+        asked = {content: found[content] for content in fresh if content in samples}
+        if self._searched or any(one.error for one in asked.values()):
+            self._searched.update(asked)
+        self._zeros = {
+            content: found[content] for content in contents if content not in samples
+        } or self._zeros
         return found
 
     def _ask_all(self, contents: list[Content], until: float) -> list[_Remembered]:

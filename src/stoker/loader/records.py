@@ -100,13 +100,12 @@ def joined_indices(
     cache: Cache, indices: Sequence[int] | NDArray[Any] | None
 ) -> Sequence[int] | NDArray[Any] | None:
     """Return the samples to serve of a cache with joined columns: those that have a row."""
-    joined = cache.joined
-    if joined is None or joined.numbers is None:
+    if cache.joined is None or cache.joined.indices is None:
         return indices
     if indices is None:
-        return joined.numbers
+        return cache.joined.indices
     wanted = np.asarray(indices)
-    return wanted[np.isin(wanted, joined.numbers)]
+    return wanted[np.isin(wanted, cache.joined.indices)]
 
 
 def as_indices(indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:

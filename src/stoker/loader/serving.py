@@ -88,7 +88,7 @@ class Repairer:
         """
         if isinstance(cache, JointCache):
             owners = cache.owners(error)
-            able = next((owner for owner in owners if owner.filler is not None), owners[0])
+            able = next((owner for owner in owners if self.has_source(owner, error)), owners[0])
             repaired = self.repair(able, error)
             return cache.of([repaired if member in owners else member for member in cache.members])
         if cache.filler is None or not error.shard:
@@ -101,6 +101,12 @@ class Repairer:
             raise CorruptError(fact, hint=hint, shard=error.shard, folder=error.folder) from reason
         repaired.filler, repaired.joined = cache.filler, cache.joined
         return repaired
+
+    def has_source(self, cache: Cache, error: CorruptError) -> bool:
+        """Return True if a filler can encode again what `error` names."""
+        if isinstance(cache, JointCache):
+            return any(self.has_source(owner, error) for owner in cache.owners(error))
+        return cache.filler is not None
 
     def _encode_again(self, cache: Cache, error: CorruptError, filler: Filler) -> Cache:
         from stoker.store.maintain import repair  # few runs meet a damaged record
@@ -122,7 +128,7 @@ class Repairer:
         opened = open_cache(cache.path, require_complete=False)
         if lost := _lost(cache, opened):
             raise CorruptError(f"{len(lost)} records are still missing, the first is sample {lost[0]}")
-        if bad := [record.index for record in found.bad]:
+        if bad := [record.index for record in found.bad if record.index >= 0]:
             log.warning("%s. Encoded again from the source: samples %s", error.fact, format_few(bad, 10))
         else:
             log.warning("%s. It is sound now: another process repaired it, or a read went wrong", error.fact)
@@ -518,7 +524,7 @@ class Serving:
 
     def _repair(self, error: CorruptError) -> None:
         """Have damaged records encoded again, and serve the same examples from where they are then."""
-        if self.design.cache.filler is not None:
+        if self._repairer.has_source(self.design.cache, error):
             # The engine's memory is wanted for the next one, and the frames of the error hold it too.
             error = error.with_traceback(None)
             self._retire()

@@ -1,34 +1,37 @@
 """Several caches joined record by record: latents, text and labels of the same samples in one batch.
 
 The first cache says which records there are and in which order. For each of its records every other cache has
-one of its own, found by key. A loader serves each cache as if it were alone, all in the order of the first
+a partner, found by key. A loader serves each cache as if it were alone, all in the order of the first
 one, and puts their batches together. So each is served from the fastest tier that holds it, and many records
 may share one partner, which is kept once.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast, overload
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, MissingRecordError, arg
+from stoker.errors import ConfigError, MissingRecordError, RecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
 from stoker.loader.choose import Choices, FieldGroup, resolve_choices
-from stoker.loader.records import no_indices
-from stoker.schema import SHAPE_SUFFIX, Schema, digest_json
+from stoker.loader.records import as_indices, no_indices
+from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
-from stoker.store.cache import open_cache, served_schema
-from stoker.store.keys import key_lines
-from stoker.store.where import columns_of, select_rows
+from stoker.store.access import is_index, read_many, sample_index, selected
+from stoker.store.cache import open_cache, served_indices, served_schema
+from stoker.store.keys import SampleKeys, text_keys
+from stoker.store.where import field_columns, sample_columns, select_rows
 from stoker.units import format_count, format_few
 
 if TYPE_CHECKING:
@@ -51,8 +54,8 @@ def zip(
     """Return several caches joined by key, which a `Loader` serves as one; nothing is read or copied.
 
     Each cache keeps its own recipe: a changed caption encodes one text again, another text encoder the texts.
-    Batches have the fields of all: a cache of one field gives it under its own name here, `latents`; of
-    several, each gets that name in front, `text.hidden`.
+    Batches have the fields of all. The field of a cache with one field gets the name of the cache, `latents`.
+    Of a cache with several, each gets that name in front, `text.hidden`.
 
     Args:
         on: How partners are found: `"key"`, by equal keys (see `Cache.keys`); `"stem"`, by keys without their
@@ -90,27 +93,29 @@ def zip(
         )
     if missing not in ("refuse", "drop"):
         raise ConfigError(f"missing is {missing!r}", hint="Expected refuse or drop")
+    _refuse_equal_names(opened)
     (first, main), *others = opened.items()
     relations = _relations(on, [name for name, _ in others])
-    numbers = {first: main.indices}
-    here = np.isin(main.indices, _served(main))
+    indices_in = {first: served_indices(main)}
+    has_partners = np.ones(len(served_indices(main)), np.bool_)
     for name, cache in others:
-        numbers[name] = _partners(main, cache, relations[name], name)
-        here &= numbers[name] >= 0
+        indices_in[name] = _partners(main, cache, relations[name], name)
+        has_partners &= indices_in[name] >= 0
         if missing == "refuse":
-            _refuse_missing(main, cache, numbers[name], name)
-    if not here.any():
+            _refuse_missing(main, cache, indices_in[name], name)
+    if not has_partners.any():
         raise MissingRecordError(
             f"no record of {main.path} has a partner in every other cache",
             hint=f"Keys of {first} are such as {_some(main)}; of {others[0][0]} {_some(others[0][1])}",
         )
-    return Zip(opened, {name: own[here] for name, own in numbers.items()})
+    return Zip(opened, {name: indices[has_partners] for name, indices in indices_in.items()})
 
 
 class Zip:
-    """Caches joined record by record: what `stoker.zip` returns. It is read like a cache.
+    """Caches joined record by record: what `stoker.zip` returns.
 
-    Records go by the sample index of the first cache. It can be pickled.
+    Its records are read as those of a `Cache`, by the sample index of the first one: `joined[5]`,
+    `joined[-1]`, `joined[10:20]`, `for record in joined`. It can be pickled.
 
     Examples:
         >>> import stoker, torch
@@ -121,10 +126,10 @@ class Zip:
         (Zip(one=six, two=six, 6 records), 3)
     """
 
-    def __init__(self, caches: Mapping[str, Cache], numbers: Mapping[str, NDArray[np.int64]]) -> None:
+    def __init__(self, caches: Mapping[str, Cache], indices_in: Mapping[str, NDArray[np.int64]]) -> None:
         self.caches = dict(caches)
         """The caches by name; the first one says which records there are."""
-        self.numbers = dict(numbers)
+        self.indices_in = dict(indices_in)
         """By cache the sample index in it of each record, `(len(self),)` int64."""
 
     @property
@@ -135,7 +140,7 @@ class Zip:
     @property
     def indices(self) -> NDArray[np.int64]:
         """Sample index of each record in the first cache, sorted, `(len(self),)`."""
-        return next(iter(self.numbers.values()))
+        return next(iter(self.indices_in.values()))
 
     @property
     def name(self) -> str:
@@ -144,7 +149,7 @@ class Zip:
 
     @cached_property
     def schema(self) -> Schema:
-        """Fields of a record, by the names that they have here."""
+        """Fields of a record, by their names in batches."""
         return {
             new: served_schema(self.caches[name])[old]
             for name in self.caches
@@ -152,40 +157,78 @@ class Zip:
         }
 
     def renamed(self, name: str) -> dict[str, str]:
-        """Return by field of a cache the name that it has here.
+        """Return by field of a cache its name in batches.
 
         Args:
-            name: Of the cache, here.
+            name: Name of the cache in this `Zip`.
         """
-        schema = served_schema(self.caches[name])
-        sizes = {field + SHAPE_SUFFIX for field, one in schema.items() if one.folded}
-        fields = [field for field in schema if field not in sizes]
-        return {field: name if len(fields) == 1 else f"{name}.{field}" for field in fields}
+        return _names_of(name, self.caches[name])
 
     def keys(self) -> list[str]:
         """Return the key of each record in the first cache, in the order of `indices`."""
         keys = self.main.keys()
-        return [keys[number] for number in self.indices.tolist()]
+        return [keys[index] for index in self.indices.tolist()]
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a record by its sample index in the first cache, every byte checked.
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the records by sample index in the first cache."""
+        for place in range(len(self)):
+            yield self._record(place)
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, SupportsIndex) and self._place(operator.index(index)) is not None
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, key: slice | Sequence[int] | NDArray[Any] | Tensor) -> dict[str, Any]: ...
+    def __getitem__(self, key: Any) -> Any:
+        """Return a record, or several, by sample index in the first cache, every byte checked.
+
+        Indices, slices and lists mean what they do in `cache[key]`.
 
         Raises:
             MissingRecordError: There is no such record, or it has no partner.
             CorruptError: A record is damaged.
+            RecordError: It is a name. Read a field of all records from its cache.
         """
-        place = int(np.searchsorted(self.indices, index))
-        if place == len(self) or self.indices[place] != index:
+        if isinstance(key, str):
+            raise RecordError(f"{self!r} has no entry {key!r}", hint=self._field_hint(key))
+        if not is_index(key):
+            wanted = selected(key, self.main.index.count, self.indices, next(iter(self.schema)))
+            return read_many(self.__getitem__, self.schema, wanted)
+        index = sample_index(key, self.main.index.count)
+        place = self._place(index)
+        if place is None:
             self.main.locate(index)  # says what is wrong with it
             raise MissingRecordError(f"sample {index} of {self.main.name} is not among those joined")
+        return self._record(place)
+
+    def _place(self, index: int) -> int | None:
+        """Return the place of a sample of the first cache among the records."""
+        place = int(np.searchsorted(self.indices, index))
+        return place if place < len(self) and self.indices[place] == index else None
+
+    def _record(self, place: int) -> dict[str, Tensor]:
         return {
-            self.renamed(name).get(field, field): value
+            self._names[name].get(field, field): value
             for name, cache in self.caches.items()
-            for field, value in cache[int(self.numbers[name][place])].items()
+            for field, value in cache[int(self.indices_in[name][place])].items()
         }
+
+    @cached_property
+    def _names(self) -> dict[str, dict[str, str]]:
+        return {name: self.renamed(name) for name in self.caches}
+
+    def _field_hint(self, wanted: str) -> str:
+        for cache, names in self._names.items():
+            for field, name in names.items():
+                if name == wanted:
+                    column = f"joined.caches[{cache!r}][{field!r}]"
+                    return f"Read the field from its cache: {column}[joined.indices_in[{cache!r}]]"
+        return f"Give a sample index of the first cache, as joined[5]. Fields are {', '.join(self.schema)}"
 
     def get(self, key: str) -> dict[str, Tensor]:
         """Return a record by its key in the first cache.
@@ -199,19 +242,16 @@ class Zip:
         """Return the records that meet a condition, as a smaller `Zip`.
 
         Args:
-            condition: As of `Cache.where`, over fields of all caches by the names that they have here, `key`
-                and `number`. A name with a dot goes in double quotes.
+            condition: As of `Cache.where`, over fields of all caches by their names in batches;
+                `key` and `sample_index` are those of the first one. A name with a dot goes in double quotes.
 
         Raises:
-            ConfigError: It is no such condition; names the columns that there are.
+            ConfigError, MissingRecordError: As of `Cache.where`.
         """
-        columns = {
-            own if own in ("key", "number") else self.renamed(name)[own]: values
-            for place, name in enumerate(self.caches)
-            for own, values in columns_of(self.caches[name], self.numbers[name])
-            if place == 0 or own not in ("key", "number")
-        }
-        return self.select(self.indices[select_rows(columns, condition, len(self), self.name)])
+        columns = sample_columns(self.main, self.indices)
+        for name, cache in self.caches.items():
+            columns += field_columns(cache, self.indices_in[name], self.renamed(name))
+        return self._at(select_rows(columns, condition, len(self), self.name))
 
     def select(self, indices: Sequence[int] | NDArray[Any]) -> Zip:
         """Return some of the records, as a smaller `Zip`.
@@ -220,15 +260,21 @@ class Zip:
             indices: Sample indices in the first cache; each record comes once, in order.
 
         Raises:
-            MissingRecordError: One of them is not here.
+            ConfigError: They are not whole numbers.
+            MissingRecordError: One of them is not joined.
         """
-        chosen = np.isin(self.indices, np.asarray(indices))
-        if lost := sorted({*np.asarray(indices).tolist()} - {*self.indices.tolist()}):
+        wanted = as_indices(indices)
+        missing = np.setdiff1d(wanted, self.indices)
+        if len(missing):
             raise MissingRecordError(
-                f"{format_count(len(lost), 'sample')} of {self.main.name} are not among those joined, the "
-                f"first is {lost[0]}"
+                f"{format_count(len(missing), 'sample')} of {self.main.name} are not among those joined, the "
+                f"first is {missing[0]}"
             )
-        return Zip(self.caches, {name: own[chosen] for name, own in self.numbers.items()})
+        return self._at(np.isin(self.indices, wanted))
+
+    def _at(self, places: NDArray[Any]) -> Zip:
+        """Return the records at some places, sorted, or where a mask is True."""
+        return Zip(self.caches, {name: indices[places] for name, indices in self.indices_in.items()})
 
     def as_dataset(self) -> CacheDataset:
         """Return the records as a map-style `Dataset`; see `Cache.as_dataset`."""
@@ -239,6 +285,32 @@ class Zip:
     def __repr__(self) -> str:
         inside = ", ".join(f"{name}={cache.name}" for name, cache in self.caches.items())
         return f"Zip({inside}, {format_count(len(self), 'record')})"
+
+
+def _names_of(name: str, cache: Cache) -> dict[str, str]:
+    """Return by field of a cache the name that it has in batches, where the cache is called `name`."""
+    schema = served_schema(cache)
+    sizes = {field + SHAPE_SUFFIX for field, one in schema.items() if one.folded}
+    fields = [field for field in schema if field not in sizes]
+    return {field: name if len(fields) == 1 else f"{name}.{field}" for field in fields}
+
+
+def _refuse_equal_names(caches: Mapping[str, Cache]) -> None:
+    """Refuse fields that would replace one another in batches.
+
+    Raises:
+        ConfigError: Two have one name, or one is called `index`.
+    """
+    taken = {"index"}
+    for cache, names in ((name, _names_of(name, one)) for name, one in caches.items()):
+        for field, name in names.items():
+            if name in taken:
+                raise ConfigError(
+                    f"zip: field {field!r} of {cache!r} would be called {name!r} in batches, which have "
+                    f"{'the sample indices under that name' if name == 'index' else 'such a field already'}",
+                    hint=f"Give the cache another name than {cache!r} in stoker.zip",
+                )
+            taken.add(name)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -286,62 +358,65 @@ def _maps(relation: object) -> bool:
 
 
 def _partners(main: Cache, other: Cache, relation: Any, name: str) -> NDArray[np.int64]:
-    """Return the sample index in `other` for each stored record of `main`; -1: none is stored."""
-    own = main.indices
+    """Return the sample index in `other` for each served record of `main`; -1: none is served."""
+    indices = served_indices(main)
+    if relation in ("key", "stem"):
+        _refuse_positions(main, other, name)
     if relation == "index" or (relation == "key" and main.keys().digest == other.keys().digest):
-        found = np.where(own < other.index.count, own, -1)
+        found = np.where(indices < other.index.count, indices, -1)
     else:
-        found = _by_key(main, other, relation, name)
-    return np.where(np.isin(found, _served(other)), found, -1)
+        found = _by_key(main.keys().select(indices), other, relation, name)
+    return np.where(np.isin(found, served_indices(other)), found, -1)
 
 
-def _served(cache: Cache) -> NDArray[np.int64]:
-    """Return the sample indices that a loader serves: a joined table may leave some out."""
-    left = None if cache.joined is None else cache.joined.numbers
-    return cache.indices if left is None else left
+def _refuse_positions(main: Cache, other: Cache, name: str) -> None:
+    """Refuse keys that are positions in two different datasets.
 
-
-def _by_key(main: Cache, other: Cache, relation: Any, name: str) -> NDArray[np.int64]:
-    keys, theirs = main.keys(), other.keys()
-    own = main.indices.tolist()
-    if relation == "stem":
-        stems = [_stem(keys[number]) for number in own]
-        return _unique(*_Stems(theirs).find(stems), stems, other, name)
-    wanted: list[object]
-    if isinstance(relation, Mapping):
-        given = cast("Mapping[str, object]", relation)
-        wanted = [given.get(keys[number]) for number in own]
-    elif callable(relation):
-        wanted = [relation(keys[number]) for number in own]
-    else:
-        wanted = [keys[number] for number in own]
-    if wrong := [one for one in wanted if not isinstance(one, str | None)]:
+    Raises:
+        ConfigError: Neither cache has keys of its own, and they were not made of the same samples.
+    """
+    if main.keys().are_indices and other.keys().are_indices and _samples(main) != _samples(other):
         raise ConfigError(
-            f"on: the partner's key in {name} is {wrong[0]!r}", hint="Expected a text, as in cache.keys()"
+            f"{main.path} ({format_count(main.index.count, 'sample')}) and {name} ({other.path}, "
+            f"{format_count(other.index.count, 'sample')}) come from different data, and their samples have "
+            "no keys that say which belong together",
+            hint=f"Name the samples of both, as TorchSource(samples, keys=['a.png', 'b.png']), and run both "
+            f"precomputes again, which encodes nothing; or join by position: {arg('on', 'index')}",
         )
-    here = np.array([one is not None for one in wanted])
-    texts = [str(one) for one in wanted if one is not None]
-    found = np.full(len(wanted), -1, np.int64)
-    found[here] = _unique(*theirs.find(key_lines(texts)), texts, other, name)
+
+
+def _samples(cache: Cache) -> list[dict[str, Any]]:
+    """Return what a recipe says of the samples themselves: equal for caches of one dataset."""
+    parts = cache.recipe.entries["source"]["parts"]
+    return [{name: value for name, value in part.items() if name != "name"} for part in parts]
+
+
+def _by_key(keys: SampleKeys, other: Cache, relation: Any, name: str) -> NDArray[np.int64]:
+    """Return the sample in `other` for each key of the first cache; -1: none has it."""
+    theirs = text_keys(map(_stem, other.keys())) if relation == "stem" else other.keys()
+    partner_key: Callable[[str], object]
+    if isinstance(relation, Mapping):
+        partner_key = cast("Mapping[str, object]", relation).get
+    else:
+        partner_key = {"stem": _stem, "key": str}[relation] if isinstance(relation, str) else relation
+    has_key = np.zeros(len(keys), np.bool_)
+
+    def wanted() -> Iterator[str]:
+        for place, key in enumerate(keys):
+            partner = partner_key(key)
+            if isinstance(partner, str):
+                has_key[place] = True
+                yield partner
+            elif partner is not None:
+                raise ConfigError(
+                    f"on: the partner's key in {name} is {partner!r}",
+                    hint="Expected a text, as in cache.keys()",
+                )
+
+    texts = text_keys(wanted())
+    found = np.full(len(keys), -1, np.int64)
+    found[has_key] = _unique(*theirs.find(texts), texts, other, name)
     return found
-
-
-class _Stems:
-    """Keys of a cache without their extension."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._first: dict[str, int] = {}
-        self._counts: dict[str, int] = {}
-        for index, key in enumerate(keys):
-            stem = _stem(key)
-            self._first.setdefault(stem, index)
-            self._counts[stem] = self._counts.get(stem, 0) + 1
-
-    def find(self, wanted: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `SampleKeys.find`."""
-        found = [(self._first.get(one, -1), self._counts.get(one, 0)) for one in wanted]
-        first, counts = np.array(found, np.int64).reshape(-1, 2).T
-        return first, counts
 
 
 def _stem(key: str) -> str:
@@ -358,7 +433,7 @@ def _unique(
         raise ConfigError(
             f"{counts[place]} samples of {name} ({other.path}) have the key {keys[place]!r}, so it does not "
             "say which of them is the partner",
-            hint=f"Give them keys of their own, or {arg('on', 'index')} if samples have equal numbers",
+            hint=f"Give each another key, or {arg('on', 'index')} if samples have equal indices",
         )
     return found
 
@@ -369,14 +444,14 @@ def _refuse_missing(main: Cache, other: Cache, found: NDArray[np.int64], name: s
     Raises:
         MissingRecordError: Names the first of them by key.
     """
-    lost = main.indices[found < 0].tolist()
+    lost = served_indices(main)[found < 0].tolist()
     if not lost:
         return
     keys = main.keys()
-    named = format_few([repr(keys[number]) for number in lost[:_NAMED]], _NAMED)
+    named = format_few([repr(keys[index]) for index in lost[:_NAMED]], _NAMED)
     more = f" and {format_count(len(lost) - _NAMED)} more" if len(lost) > _NAMED else ""
     raise MissingRecordError(
-        f"{format_count(len(lost))} of {format_count(len(main))} records have no partner in {name} "
+        f"{format_count(len(lost))} of {format_count(len(found))} records have no partner in {name} "
         f"({other.path}): {named}{more}",
         hint=f"Its keys are such as {_some(other)}. Encode what is missing, give {arg('on', 'stem')} or a "
         f"dictionary of keys, or leave such records out with {arg('missing', 'drop')}",
@@ -405,7 +480,7 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
     """Return what the loader of each cache is asked for.
 
     Raises:
-        ConfigError: A setting cannot be had for joined caches, or names a field that there is not.
+        ConfigError: A setting does not work with joined caches, or names an unknown field.
     """
     if options.windows is not None:
         raise ConfigError(
@@ -418,13 +493,12 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
         raise ConfigError(f"choose names {unknown}, but records have {', '.join(joined.schema)}")
     place = np.arange(len(joined))
     if options.indices is not None:
-        wanted = np.asarray(options.indices)
+        wanted = as_indices(options.indices)
         place = np.searchsorted(joined.indices, wanted)
-        there = place < len(joined)
-        there[there] = joined.indices[place[there]] == wanted[there]
-        if not there.all():
+        is_joined = np.isin(wanted, joined.indices)
+        if not is_joined.all():
             raise MissingRecordError(
-                f"indices= names sample {wanted[~there][0]}, which is not among those of {joined!r}"
+                f"indices= names sample {wanted[~is_joined][0]}, which is not among those of {joined!r}"
             )
     if not len(joined):
         raise ConfigError(
@@ -433,28 +507,31 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
         )
     if not len(place):
         raise no_indices()
-    told = tuple(
-        f"{name}: {cache.fingerprint} {digest_json(joined.numbers[name][place].tolist())[:16]}"
+    partners = tuple(
+        f"{name}: {cache.fingerprint} {xxhash.xxh3_64_hexdigest(joined.indices_in[name][place].data)}"
         for name, cache in [*joined.caches.items()][1:]
     )
     found: dict[str, Member] = {}
-    for number, (name, cache) in enumerate(joined.caches.items()):
+    for name, cache in joined.caches.items():
+        is_first = not found
         names = joined.renamed(name)
-        all_of_it = number == 0 and options.indices is None and len(joined) == len(cache)
-        own = replace(
+        all_of_it = is_first and options.indices is None and len(joined) == len(cache)
+        member = replace(
             options,
-            indices=None if all_of_it else joined.numbers[name][place],
+            indices=None if all_of_it else joined.indices_in[name][place],
             normalize=_own(options.normalize, names),
             ragged=_own_pad(options.ragged, names),
             batch_by=_first_field(options.batch_by, joined),
             choose=resolve_choices(_own_choices(options.choose, names), cache, windowed=False),
-            zipped=told if number == 0 else (),
+            zipped=partners if is_first else (),
         )
-        if number:
-            ragged = own.ragged if options.batch_tokens is None else "pack"
-            own = replace(own, transforms=(), meter=None, weights=None, batch_by=None, batch_tokens=None)
-            own = replace(own, ragged=ragged)
-        found[name] = Member(cache, own, names)
+        if not is_first:
+            ragged = member.ragged if options.batch_tokens is None else "pack"
+            member = replace(
+                member, transforms=(), meter=None, weights=None, batch_by=None, batch_tokens=None
+            )
+            member = replace(member, ragged=ragged)
+        found[name] = Member(cache, member, names)
     return found
 
 
@@ -464,13 +541,13 @@ def _first_field(batch_by: str | None, joined: Zip) -> str | None:
     Raises:
         ConfigError: It is a field of another cache.
     """
-    own = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
-    if batch_by is not None and batch_by != "shape" and batch_by not in own:
+    field_of = {new: field for field, new in joined.renamed(next(iter(joined.caches))).items()}
+    if batch_by is not None and batch_by != "shape" and batch_by not in field_of:
         raise ConfigError(
-            f"{arg('batch_by', batch_by)} is not among the fields of the first cache: {', '.join(own)}",
+            f"{arg('batch_by', batch_by)} is not among the fields of the first cache: {', '.join(field_of)}",
             hint="Name the cache first whose field batches go by",
         )
-    return own.get(batch_by, batch_by) if batch_by is not None else None
+    return field_of.get(batch_by, batch_by) if batch_by is not None else None
 
 
 def _own(settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> Mapping[str, Any] | None:
@@ -486,17 +563,17 @@ def _own_choices(choices: Choices, names: Mapping[str, str]) -> Choices:
     Raises:
         ConfigError: Fields of several caches are to share one.
     """
-    own = {new: field for field, new in names.items()}
+    field_of = {new: field for field, new in names.items()}
     found: list[FieldGroup] = []
     for group in choices:
-        here = [name for name in group.fields if name in own]
-        if here and len(here) < len(group.fields):
+        names_of_cache = [name for name in group.fields if name in field_of]
+        if names_of_cache and len(names_of_cache) < len(group.fields):
             raise ConfigError(
                 f"choose names {', '.join(group.fields)} together, which are fields of several caches",
                 hint="Store what shares rows in one cache, or choose for each of them",
             )
-        if here:
-            found.append(replace(group, fields=tuple(own[name] for name in here)))
+        if names_of_cache:
+            found.append(replace(group, fields=tuple(field_of[name] for name in names_of_cache)))
     return tuple(found)
 
 

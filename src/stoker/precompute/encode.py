@@ -652,6 +652,8 @@ class BatchEncoder:
 
     def _copied(self, value: Tensor) -> Tensor:
         """Return a copy, made by one thread: workers have the other cores, and torch would wait for them."""
+        if not value.nbytes:
+            return value.clone()
         room = self._memory.take(value.nbytes)
         np.copyto(room, np.asarray(view_bytes(value.reshape(-1))))
         fresh: Tensor = torch.from_numpy(room)  # pyright: ignore[reportUnknownMemberType]

@@ -64,7 +64,6 @@ from stoker.schema import DtypeName, dtype_names
 from stoker.sources.files import confine_sources
 from stoker.sources.pickling import estimate_pickle_bytes
 from stoker.sources.protocol import Source
-from stoker.sources.torch_dataset import TorchSource
 from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.cache import FilledCache
 from stoker.store.compressed import Compression
@@ -566,8 +565,7 @@ class _WishedCache:
         self._recipe = recipe_of(source, wish.encoder, cache_dir, wish.settings, on_large_file=early)
         self.folder = self._open()
         self.cache = None if wish.settings.overwrite else _ready(self.folder, wish.settings)
-        given = isinstance(source, TorchSource) and source.keys_given
-        self.folder.note_keys(source, again=self.cache is None or given)
+        self.folder.note_keys(source)
 
     def _open(self) -> Folder:
         weights = None if self.encoder is None else self.encoder.weights()

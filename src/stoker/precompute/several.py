@@ -552,6 +552,10 @@ class SeveralBuilder(StageBuilder):
             feed, [partial(one.encoding_here, compare_first=compare_first) for one in self._builders]
         )
 
+    def gathering(self, inner: EncodeStage, feed: BatchOwner) -> EncodeStage:
+        """The same: each cache gathers its own samples by length."""
+        return inner
+
     def _together(
         self, feed: BatchOwner, begin: Sequence[Callable[[BatchOwner], EncodeStage]]
     ) -> EncodeStage:

@@ -188,6 +188,25 @@ def locate(source: Source, index: int) -> str:
 
 
 @runtime_checkable
+class IdentityKeysSource(Protocol):
+    """A source that can say that its keys follow from its identity.
+
+    For other sources, each run compares the keys with those kept next to the cache, and keeps the new ones. A
+    source needs this only if listing its keys takes long, as reading all rows of a table does.
+    """
+
+    @property
+    def keys_follow_identity(self) -> bool:
+        """True if two sources of one identity have the same keys in the same order."""
+        ...
+
+
+def keys_follow_identity(source: Source) -> bool:
+    """Return True if a source says that its keys follow from its identity."""
+    return isinstance(source, IdentityKeysSource) and source.keys_follow_identity
+
+
+@runtime_checkable
 class SelfCheckingSource(Protocol):
     """A source that is tried in a child process before workers read it; most need no such check."""
 

@@ -32,6 +32,7 @@ from stoker.sources.protocol import (
     Source,
     SourceIdentity,
     check_index,
+    keys_follow_identity,
     locate,
 )
 
@@ -275,6 +276,11 @@ class SourceSelection(ABC):
         """Return the source's keys of these samples."""
         keys = self._source.keys()
         return [keys[int(index)] for index in self._indices()]
+
+    @property
+    def keys_follow_identity(self) -> bool:
+        """As the source says: the identity has which of its samples are selected."""
+        return keys_follow_identity(self._source)
 
     def schema(self) -> Schema:
         """Return the source's schema."""

@@ -13,7 +13,13 @@ import numpy as np
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.arguments import check_int, check_path, parse_names
-from stoker.sources.protocol import SelfCheckingSource, Source, SourceIdentity, locate
+from stoker.sources.protocol import (
+    SelfCheckingSource,
+    Source,
+    SourceIdentity,
+    keys_follow_identity,
+    locate,
+)
 from stoker.sources.torch_dataset import MapDataset, TorchSource
 
 # The package is optional: it is imported where the first text is read.
@@ -22,12 +28,17 @@ from stoker.sources.torch_dataset import MapDataset, TorchSource
 VERSION = 1
 """Bumped by hand when the same text and files would give other tokens."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "config.json",
+_ONE_OF = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files that decide the tokens: `config.json` names the kind of tokenizer where `tokenizer_config.json` does
-not."""
+"""A folder with none of these holds no tokenizer."""
+_NOT_OF_TOKENIZERS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot",
+    ".tflite", ".index.json", ".md",
+)  # fmt: skip
+"""How names end of files that decide no token: weights, which may take gigabytes, and documents. Each kind of
+tokenizer has further files, so no list names all that decide."""
 
 
 class Tokenize:
@@ -39,7 +50,8 @@ class Tokenize:
     Args:
         source: A source, or a map-style Dataset.
         folder: The tokenizer, as its `save_pretrained` wrote it: `tokenizer` of a pipeline, or the folder of
-            a model. Nothing is downloaded.
+            a model. Nothing is downloaded. All its files but weights and documents (`.md`) are part of the
+            identity.
         field: The field of text, as its UTF-8 bytes: `text={"caption": "bytes"}` of `TorchSource` (of a
             Dataset given here that is assumed), `ParquetSource` and `DatasetsSource`,
             `columns={"caption": {"text": "bytes"}}` of `SQLSource`, `.txt` members of `TarSource`.
@@ -90,8 +102,7 @@ class Tokenize:
         made = cast("Source", source) if is_source else TorchSource(source, text={field: "bytes"})  # pyright: ignore[reportArgumentType]
         self._source: Source = made
         self._folder = Path(folder).expanduser()
-        self._files = [name for name in TOKENIZER_FILES if (self._folder / name).is_file()]
-        if not any(name != "config.json" for name in self._files):
+        if not any((self._folder / name).is_file() for name in _ONE_OF):
             raise ConfigError(
                 f"{self._folder} holds no tokenizer",
                 hint="Give a folder that tokenizer.save_pretrained(folder) wrote; nothing is downloaded",
@@ -185,6 +196,11 @@ class Tokenize:
         """Return those of the source."""
         return self._source.keys()
 
+    @property
+    def keys_follow_identity(self) -> bool:
+        """As the source says: tokens change no key."""
+        return keys_follow_identity(self._source)
+
     def locate(self, index: int) -> str:
         """Return the place that the source names."""
         return locate(self._source, index)
@@ -218,20 +234,26 @@ class Tokenize:
             self._digest = found if self._digest is None else self._digest
             if found != self._digest:
                 raise SourceError(
-                    f"the tokenizer in {self._folder} changed after the source was made",
-                    hint="Make the source again: other tokens make another cache",
+                    f"files of the tokenizer in {self._folder} changed after the source was made",
+                    hint="Make the source again: other files make another cache. Keep files that change, as "
+                    "logs, in another folder",
                 )
         return self._digest
 
     def _digest_now(self) -> str:
         digest = hashlib.sha256()
-        for name in self._files:
-            try:
-                data = (self._folder / name).read_bytes()
-            except OSError as error:
-                raise SourceError(f"{self._folder / name} cannot be read: {error.strerror}") from error
-            digest.update(f"{name} {len(data)}\n".encode())
-            digest.update(data)
+        try:
+            for path in sorted(self._folder.iterdir()):
+                if path.name.startswith(".") or path.name.endswith(_NOT_OF_TOKENIZERS) or not path.is_file():
+                    continue
+                data = path.read_bytes()
+                digest.update(f"{path.name} {len(data)}\n".encode())
+                digest.update(data)
+        except OSError as error:
+            raise SourceError(
+                f"{error.filename or self._folder} cannot be read: {error.strerror}",
+                hint="A tokenizer is known by all files in its folder: make this one readable, or move it",
+            ) from error
         return digest.hexdigest()
 
     def _loaded(self) -> Any:

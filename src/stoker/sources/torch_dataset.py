@@ -487,11 +487,6 @@ class TorchSource:
         length = max(1, min(_RUN_SAMPLES, _RUN_BYTES // max(1, sum(sizes))))
         return even_runs(self._count, length)
 
-    @property
-    def keys_given(self) -> bool:
-        """True if samples have keys that nothing else of the identity follows from."""
-        return self._keys is not None
-
     def keys(self) -> Sequence[str]:
         """Return the keys given, else the indices."""
         return list(self._keys) if self._keys is not None else [str(index) for index in range(self._count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import RecordError
-from stoker.schema import Field
+from stoker.schema import Field, Schema
 from stoker.store.shard import PIECE_BYTES, ColumnSink
 from stoker.store.values import read_field, torch_dtype, view_bytes
 from stoker.units import format_bytes, format_count
@@ -41,15 +41,19 @@ def is_index(key: object) -> bool:
     return isinstance(key, SupportsIndex) and not (isinstance(key, Tensor | np.ndarray) and key.ndim)
 
 
-def selected(cache: Cache, key: object) -> NDArray[np.int64]:
+def selected(key: object, count: int, stored: NDArray[np.int64], field: str) -> NDArray[np.int64]:
     """Return the sample indices of a slice, which are those stored, or of a list, array or mask of indices.
+
+    Args:
+        key: What is asked for.
+        count: Samples of the dataset.
+        stored: Indices of those that there are.
+        field: Name of one, for the hint.
 
     Raises:
         RecordError: It is not an index, slice, or list of indices.
     """
-    count = cache.index.count
     if isinstance(key, slice):
-        stored = cache.indices
         steps = range(*key.indices(count))
         wanted = np.arange(steps.start, steps.stop, steps.step, dtype=np.int64)
         return wanted if len(stored) == count else wanted[np.isin(wanted, stored)]
@@ -66,17 +70,23 @@ def selected(cache: Cache, key: object) -> NDArray[np.int64]:
     raise RecordError(
         f"a cache has no entry {key!r}",
         hint="Give a sample index, as cache[5], a slice, as cache[10:20], a list of indices, as cache[[3, "
-        f"5]], or a field, as cache[{next(iter(cache.schema), 'data')!r}]",
+        f"5]], or a field, as cache[{field!r}]",
     )
 
 
-def read_many(cache: Cache, indices: NDArray[np.int64]) -> dict[str, Any]:
+def read_many(
+    read: Callable[[int], dict[str, Tensor]], schema: Schema, indices: NDArray[np.int64]
+) -> dict[str, Any]:
     """Return the records of samples, fields stacked to `(n, *shape)`, and `index`, which samples they are.
 
     A field of varying length is a list of tensors.
+
+    Args:
+        read: Returns the record of a sample.
+        schema: Fields of a record.
+        indices: Sample indices.
     """
-    records = [cache[index] for index in indices.tolist()]
-    schema = cache.schema if cache.joined is None else {**cache.schema, **cache.joined.schema}
+    records = [read(index) for index in indices.tolist()]
     names = records[0] if records else schema
     found = {name: _stacked([record[name] for record in records], schema.get(name)) for name in names}
     return {**found, "index": torch.from_numpy(indices.copy())}
@@ -200,7 +210,7 @@ class Column:
         whole = isinstance(key, slice) and key == slice(None)
         if whole and not (self._field.ragged or self._field.quantized):
             return read_whole(self._cache, self.name, self._field)
-        indices = selected(self._cache, key).tolist()
+        indices = selected(key, self._cache.index.count, self._cache.indices, self.name).tolist()
         return _stacked([self._read(index) for index in indices], self._field)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

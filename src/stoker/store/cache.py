@@ -1,4 +1,4 @@
-"""A cache, opened: records by sample number, verified on every read."""
+"""A cache, opened: records by sample index, verified on every read."""
 
 from __future__ import annotations
 
@@ -242,7 +242,8 @@ class Cache:
                 )
             return Column(self, key)
         if not is_index(key):
-            return read_many(self, selected(self, key))
+            indices = selected(key, self.index.count, self.indices, next(iter(self.schema), "data"))
+            return read_many(self.__getitem__, served_schema(self), indices)
         number = sample_index(key, self.index.count)
         place = self.locate(number)
         shard = self.shard(place[0])
@@ -352,20 +353,23 @@ class Cache:
         return self[self._keys.index(key)]
 
     def where(self, condition: str) -> NDArray[np.int64]:
-        """Return the sample indices of stored records that meet a condition, for `indices=` of a `Loader`.
+        """Return the sample indices of served records that meet a condition, for `indices=` of a `Loader`.
 
         Args:
             condition: SQL as after WHERE (SQLite's), over fields that hold one number, joined columns, `key`
-                and `number`, the sample index.
+                and `sample_index`.
 
         Raises:
-            ConfigError: It is no such condition; names the columns that there are.
+            ConfigError: It is not such a condition, and names the columns. Or it uses a name that stands for
+                two: names are equal where they differ in case alone, and the sample's `key` is not a field
+                of that name.
+            MissingRecordError: It uses `key`, and the cache was made before keys were kept.
 
         Examples:
             >>> import stoker, torch
             >>> data = [{"x": torch.ones(2), "label": i % 3} for i in range(6)]
             >>> cache = stoker.precompute(data, None, "caches", name="labels")
-            >>> cache.where("label > 0 AND number < 4")
+            >>> cache.where("label > 0 AND sample_index < 4")
             array([1, 2])
         """
         from stoker.store.where import find_where
@@ -373,7 +377,7 @@ class Cache:
         return find_where(self, condition)
 
     def as_dataset(self) -> CacheDataset:
-        """Return the stored records as a map-style `Dataset`, for a `DataLoader` with a sampler of its own.
+        """Return the served records as a map-style `Dataset`, for a `DataLoader` with a sampler of its own.
 
         It can be pickled, and reads the items of a batch together. A `Loader` is faster and needs no workers.
 
@@ -413,7 +417,7 @@ class Cache:
         """Return which records are damaged, after reading all of them or a seeded sample.
 
         Args:
-            subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
+            subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers, index, keys.
             seed: Decides which records, below 1.
         """
         return verify(self, subset, seed)
@@ -502,7 +506,7 @@ def open_cache(
         from stoker.store.updated import UpdatedCache
 
         for one in given:
-            cache = UpdatedCache(cache, one if isinstance(one, Cache) else open_cache(one))
+            cache = UpdatedCache((cache, one if isinstance(one, Cache) else open_cache(one)))
     if join is None:
         return cache
     from stoker.store.joins import join_table  # few caches have a table next to them
@@ -787,12 +791,13 @@ class JointCache(Cache):
         return joint_keys([member.keys() for member in self.members])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the paths of the members alone."""
-        return JointCache, (self.members,)
+        """Pickle the paths of the members, and the columns of a table that is joined to all of them."""
+        by_members = any(member.joined is not None for member in self.members)
+        return _joint_again, (type(self), self.members, None if by_members else self.joined)
 
     def of(self, members: Sequence[Cache]) -> Cache:
         """Return the same cache of members that were opened again."""
-        return JointCache(members)
+        return _joint_again(type(self), members, self.joined)
 
     def owners(self, error: CorruptError) -> list[Cache]:
         """Return the members that serve the damaged shard: several, if a cache is given twice.
@@ -800,10 +805,16 @@ class JointCache(Cache):
         Raises:
             CorruptError: None of them.
         """
-        found = [member for member in self.members if member.path == error.folder]
+        found = [member for member in self.members if _serves(member, error)]
         if not found:
             raise error
         return found
+
+
+def _serves(cache: Cache, error: CorruptError) -> bool:
+    if isinstance(cache, JointCache):
+        return any(_serves(member, error) for member in cache.members)
+    return cache.path == error.folder
 
 
 def reopen(cache: Cache) -> Cache:
@@ -818,6 +829,15 @@ def reopen(cache: Cache) -> Cache:
 def _reopened(path: Path, joined: JoinedColumns | None) -> Cache:
     cache = peek_cache(path, require_complete=False)
     cache.joined = joined
+    return cache
+
+
+def _joint_again(
+    kind: Callable[[Sequence[Cache]], JointCache], members: Sequence[Cache], joined: JoinedColumns | None
+) -> JointCache:
+    cache = kind(members)
+    if joined is not None:
+        cache.joined = joined
     return cache
 
 
@@ -912,3 +932,9 @@ def _joint_index(members: Sequence[Cache], recipe: Recipe) -> Index:
 def served_schema(cache: Cache) -> Schema:
     """Return the fields of the records, and of the columns joined to them."""
     return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
+
+
+def served_indices(cache: Cache) -> NDArray[np.int64]:
+    """Return the sample indices that are served, sorted: `indices` without those that a table leaves out."""
+    served = None if cache.joined is None else cache.joined.indices
+    return cache.indices if served is None else served

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
+from stoker.store.cache import Cache, served_indices
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -14,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class CacheDataset(Dataset["dict[str, Tensor]"]):
-    """The stored records of a cache, item after item, every byte checked.
+    """The records of a cache that a `Loader` serves, item after item, every byte checked.
 
-    Items are numbered from 0 without gaps; `numbers` has the sample index of each. Quarantined samples are no
-    items.
+    Items are numbered from 0 without gaps; `indices` has the sample index of each. Quarantined samples are
+    left out, and samples that a joined table leaves out.
     """
 
     def __init__(self, records: Any) -> None:
@@ -25,12 +27,12 @@ class CacheDataset(Dataset["dict[str, Tensor]"]):
         """The cache, or the caches joined by `stoker.zip`."""
 
     @property
-    def numbers(self) -> NDArray[np.int64]:
+    def indices(self) -> NDArray[np.int64]:
         """Sample index of each item, `(len(self),)`."""
-        return self.records.indices
+        return served_indices(self.records) if isinstance(self.records, Cache) else self.records.indices
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         """Return an item, `{field: tensor}`; negative ones count from the end.
@@ -38,7 +40,7 @@ class CacheDataset(Dataset["dict[str, Tensor]"]):
         Raises:
             IndexError: There is no such item.
         """
-        return self.records[int(self.numbers[item])]
+        return self.records[int(self.indices[item])]
 
     def __getitems__(self, items: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return several items, read in the order in which they are stored; a `DataLoader` calls this."""

@@ -34,7 +34,7 @@ class Failure:
     """Reason for which one sample is not in a cache."""
 
     number: int
-    """Global sample number."""
+    """Sample index."""
     stage: str
     """Where it failed: `open`, `read`, `decode`, `check`, `encode`, `write`."""
     error: str

@@ -23,7 +23,7 @@ from stoker.runtime.files import make_folder, sync_folder
 from stoker.runtime.jsonio import canonical_json, read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.schema import Sample, Schema, schema_text
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Source, keys_follow_identity
 from stoker.store.cache import Cache, open_indexed
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.format import FINGERPRINT, RECIPE_FILE, SOURCES_FILE, WEIGHTS_FOLDER, is_shard_name
@@ -372,21 +372,25 @@ class Folder:
         self.quarantine_many([failure for failure in failures if failure.number not in known])
         return gained
 
-    def note_keys(self, source: Source, *, again: bool = True) -> None:
+    def note_keys(self, source: Source) -> None:
         """Keep the keys of the source's samples next to their records, for those who join caches by key.
+
+        Most sources may name the same samples otherwise than before: by a file in another folder, by another
+        column, or as the caller says. So the source is asked again also where keys are kept.
 
         Args:
             source: Of these records.
-            again: Ask the source also where keys are kept already.
         """
-        if not again and has_keys(self._storage, self.recipe.count):
+        if keys_follow_identity(source) and has_keys(self._storage, self.recipe.count):
             return
         try:
             put_keys(self._storage, source.keys())
         except ReadOnlyError:
             log.debug("%s: the keys of its samples cannot be written", self.path)
         except SourceError as error:
-            log.warning("%s has no keys of its samples: %s", self.path, error)
+            kept = has_keys(self._storage, self.recipe.count)
+            said = "keeps the keys that an earlier run noted" if kept else "has no keys of its samples"
+            log.warning("%s %s: %s", self.path, said, error)
 
     def same_samples(self) -> SampleLookup | None:
         """Return a lookup of records in sibling caches by the digest of their samples; None if of no use.

@@ -2,8 +2,8 @@
 
 Read when the cache is opened: a corrected table needs no encoding.
 
-A record is found in the table by its sample number, by an integer that it holds, or by its source's key.
-The values are in memory once, by sample number; a loader adds those of a batch on the batch's device.
+A record is found in the table by its sample index, by an integer that it holds, or by its source's key.
+The values are in memory once, by sample index; a loader adds those of a batch on the batch's device.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
+from stoker.store.cache import Cache, served_indices
 from stoker.store.values import read_field
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.sources.sql.rules import Columns
     from stoker.sources.sql.tables import LabelTable
-    from stoker.store.cache import Cache
 
 Rule = Literal["refuse", "mask", "drop"]
 _log = logging.getLogger("stoker")
@@ -48,8 +48,8 @@ class Join:
     """Fields and their rules, as of `SQLSource`, or names of columns that hold numbers."""
     name: str | None = None
     """The table's name, in a database."""
-    on: str | Sequence[str] = "number"
-    """What the key names: `number`, a field of the records that holds an integer, or a key per sample."""
+    on: str | Sequence[str] = "index"
+    """What the key names: `index`, that of the sample; a field that holds an integer; or a key per sample."""
     missing: Rule = "refuse"
     """Records without a row: refused; served as zeros with `<field>_known` False; or left out."""
     repeated: Rule = "refuse"
@@ -93,28 +93,28 @@ class JoinReport:
 
 @dataclass(slots=True, kw_only=True)
 class JoinedColumns:
-    """Values by sample number."""
+    """Values by sample index."""
 
     schema: Schema
     """Fields that are added."""
     values: dict[str, Tensor]
     """`(samples, *shape)`, zeros where no value is known."""
-    numbers: NDArray[np.int64] | None
-    """Records that are to be served; None: all."""
+    indices: NDArray[np.int64] | None
+    """Sample indices of the records to serve, sorted; None: all."""
     report: JoinReport
     _on: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict[torch.device, dict[str, Tensor]])
 
-    def record(self, number: int) -> dict[str, Tensor]:
+    def record(self, index: int) -> dict[str, Tensor]:
         """Return the values of one sample."""
-        return {name: tensor[number].clone() for name, tensor in self.values.items()}
+        return {name: tensor[index].clone() for name, tensor in self.values.items()}
 
-    def of(self, numbers: Tensor, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the values of samples, `(B, *shape)`, on the device of `numbers`, or written to `into`."""
-        if numbers.device not in self._on:
-            self._on[numbers.device] = {name: t.to(numbers.device) for name, t in self.values.items()}
+    def of(self, indices: Tensor, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the values of samples, `(B, *shape)`, on the device of `indices`, or written to `into`."""
+        if indices.device not in self._on:
+            self._on[indices.device] = {name: t.to(indices.device) for name, t in self.values.items()}
         return {
-            name: torch.index_select(t, 0, numbers, out=None if into is None else into[name])
-            for name, t in self._on[numbers.device].items()
+            name: torch.index_select(t, 0, indices, out=None if into is None else into[name])
+            for name, t in self._on[indices.device].items()
         }
 
 
@@ -164,20 +164,20 @@ def join_columns(cache: Cache, join: Join) -> JoinedColumns:
     masked = "mask" in (join.missing, join.repeated)
     schema = _schema(cache, labels, masked=masked)
     keys = _keys(cache, join.on)
-    numbers = cache.indices
-    repeated, own = set(labels.repeated), [keys[int(number)] for number in numbers]
+    indices = cache.indices
+    repeated, own = set(labels.repeated), [keys[int(index)] for index in indices]
     state = np.array([_state(key, labels, repeated) for key in own], np.int8)
     where = f"{join.table}, joined to {cache.name}"
     _refuse(state, own, join, where, labels)
     found = state == _FOUND
     values = {name: np.zeros((cache.index.count, *f.shape), f.dtype) for name, f in schema.items()}
-    for number, key in zip(numbers[found].tolist(), np.array(own, object)[found], strict=True):
+    for index, key in zip(indices[found].tolist(), np.array(own, object)[found], strict=True):
         for name in labels.schema:
-            values[name][number] = labels.samples[key][name]
+            values[name][index] = labels.samples[key][name]
         for name in schema.keys() - labels.schema.keys():
-            values[name][number] = True
+            values[name][index] = True
     report = JoinReport(
-        records=len(numbers),
+        records=len(indices),
         rows=labels.rows,
         matched=int(found.sum()),
         missing=int((state == _MISSING).sum()),
@@ -189,7 +189,7 @@ def join_columns(cache: Cache, join: Join) -> JoinedColumns:
     return JoinedColumns(
         schema=schema,
         values={name: torch.from_numpy(array) for name, array in values.items()},
-        numbers=None if masked or found.all() else numbers[found],
+        indices=None if masked or found.all() else indices[found],
         report=report,
     )
 
@@ -261,19 +261,19 @@ def _schema(cache: Cache, labels: LabelTable, *, masked: bool) -> Schema:
 
 
 def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence[str]:
-    """Return the key of each stored record, by sample number."""
+    """Return the key of each stored record, by sample index."""
     if not isinstance(on, str):
         if len(on) != cache.index.count:
             raise ConfigError(f"on has {len(on)} keys for {cache.index.count} samples of {cache.name}")
         return list(on)
-    if on == "number":
-        return {int(number): str(number) for number in cache.indices}
+    if on == "index":
+        return {int(index): str(index) for index in cache.indices}
     spec = cache.schema.get(on)
     if spec is None or spec.shape or spec.floating:
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
         raise ConfigError(
             f"{arg('on', on)} is not a field of {cache.name} that holds a whole number",
-            hint=f"Expected number{''.join(f', {name}' for name in whole)}, or a list of keys, one a "
+            hint=f"Expected index{''.join(f', {name}' for name in whole)}, or a list of keys, one a "
             "sample: on=source.keys()",
         )
     segments, found = cache.segments, dict[int, str]()
@@ -296,17 +296,14 @@ def _said(report: JoinReport) -> str:
 
 
 def joint_columns(members: Sequence[Cache]) -> JoinedColumns:
-    """Return the joined columns of several caches, by the numbers that their samples have together."""
+    """Return the joined columns of several caches, by the indices that their samples have together."""
     found = [member.joined for member in members if member.joined is not None]
     first = np.cumsum([0, *(member.recipe.count for member in members)])
-    numbers = [
-        begin + (member.indices if joined.numbers is None else joined.numbers)
-        for begin, member, joined in zip(first, members, found, strict=False)
-    ]
+    indices = [begin + served_indices(member) for begin, member in zip(first, members, strict=False)]
     reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
     return JoinedColumns(
         schema=found[0].schema,
         values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
-        numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),
+        indices=None if all(joined.indices is None for joined in found) else np.concatenate(indices),
         report=JoinReport(**{name: sum(one[name] for one in reports) for name in reports[0]}),
     )

@@ -1,15 +1,17 @@
-"""The keys of a cache's samples: names that stay when numbers change, by which caches are joined.
+"""The keys of a cache's samples: names that stay when indices change, by which caches are joined.
 
 They are kept next to the shards in `keys.jsonl`: a head with the number of samples and a digest, then one
-JSON string per sample, by sample index. Where keys are the indices themselves there is the head alone.
+JSON string per sample, by sample index. Where keys are the indices themselves, the file is the head alone.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from itertools import islice
+from typing import overload
 
 import numpy as np
 import xxhash
@@ -21,7 +23,9 @@ from stoker.store.format import KEYS_FILE
 from stoker.store.storage import Storage
 from stoker.units import GIB, format_few
 
-_NO_KEYS = "Run the same precompute again: it encodes nothing, and notes the keys of the samples"
+_CHUNK = 1 << 12
+"""Keys that are written as text in one call."""
+_NO_KEYS = "Run the same precompute again: it encodes nothing, and writes the keys of the samples"
 
 
 class SampleKeys(Sequence[str]):
@@ -68,39 +72,53 @@ class SampleKeys(Sequence[str]):
         """32 hex digits: equal for two caches whose samples have the same keys in the same order."""
         return _digest(self._count, self._lines)
 
-    def line(self, index: int) -> bytes:
+    def line(self, index: int | np.int64) -> bytes:
         """Return the key of a sample as a JSON string."""
         if self._lines is None:
             return b'"%d"' % index
         return self._lines[self._ends[index] : self._ends[index + 1] - 1]
 
+    @property
+    def lines(self) -> bytes:
+        """The keys as JSON strings, each followed by a newline."""
+        return _joined(map(self.line, range(self._count))) if self._lines is None else self._lines
+
+    def select(self, indices: NDArray[np.int64]) -> SampleKeys:
+        """Return the keys of some samples, in their order.
+
+        Args:
+            indices: Sample indices, `(n,)`.
+        """
+        return SampleKeys(_joined(map(self.line, indices)), len(indices))
+
     @cached_property
     def _hashes(self) -> NDArray[np.uint64]:
-        return hashes_of(self.line(index) for index in range(self._count))
+        return np.fromiter(map(xxhash.xxh3_64_intdigest, map(self.line, range(self._count))), np.uint64)
 
     @cached_property
     def _sorted(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         order = np.argsort(self._hashes, kind="stable")
         return self._hashes[order], order
 
-    def find(self, lines: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def find(self, keys: SampleKeys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Look keys up.
 
         Args:
-            lines: Keys as `line` returns them.
+            keys: Keys of `n` samples, as `text_keys` makes them.
 
         Returns:
-            The first sample with each key, -1 where there is none; and how many samples have it. Both `(n,)`.
+            The first sample with each key, -1 where no sample has it; and how many samples have it. Both
+            `(n,)`.
         """
-        wanted = hashes_of(lines)
         hashes, order = self._sorted
-        begins, ends = (np.searchsorted(hashes, wanted, side=side) for side in ("left", "right"))
-        found, counts = np.full(len(wanted), -1, np.int64), np.zeros(len(wanted), np.int64)
-        for place, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        begins, ends = (np.searchsorted(hashes, keys._hashes, side=side) for side in ("left", "right"))
+        found, counts = np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.int64)
+        for place in np.flatnonzero(begins < ends):
+            line = keys.line(place)
             # Hashes may collide.
-            own = [int(i) for i in order[begin:end] if self.line(int(i)) == lines[place]]
-            if own:
-                found[place], counts[place] = own[0], len(own)
+            equal = [index for index in order[begins[place] : ends[place]] if self.line(index) == line]
+            if equal:
+                found[place], counts[place] = equal[0], len(equal)
         return found, counts
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
@@ -113,7 +131,7 @@ class SampleKeys(Sequence[str]):
         Raises:
             MissingRecordError: None has it, or several have.
         """
-        found, counts = self.find([_line(value)])
+        found, counts = self.find(text_keys([value]))
         if counts[0] == 1 and found[0] in range(self._count)[start:stop]:
             return int(found[0])
         if counts[0] > 1:
@@ -127,41 +145,48 @@ class SampleKeys(Sequence[str]):
         )
 
 
+def text_keys(keys: Iterable[str]) -> SampleKeys:
+    """Return keys as `SampleKeys` keeps them: about the bytes of their text."""
+    text, rest, count = io.BytesIO(), iter(keys), 0
+    # Many in one call, a line feed between them: millions of keys are compared whenever a run begins. All in
+    # one call would take several times the memory.
+    while chunk := [*islice(rest, _CHUNK)]:
+        text.write(json.dumps(chunk, separators=("\n", ":"))[1:-1].encode())
+        text.write(b"\n")
+        count += len(chunk)
+    return SampleKeys(text.getvalue(), count)
+
+
 def joint_keys(members: Sequence[SampleKeys]) -> SampleKeys:
     """Return the keys of several caches, one after another."""
-    lines = b"".join(line + b"\n" for keys in members for line in key_lines(keys))
-    return SampleKeys(lines, sum(map(len, members)))
-
-
-def hashes_of(lines: Any) -> NDArray[np.uint64]:
-    """Return a hash of each of several byte strings, `(n,)`."""
-    return np.fromiter((xxhash.xxh3_64_intdigest(line) for line in lines), np.uint64)
-
-
-def key_lines(keys: Sequence[str]) -> list[bytes]:
-    """Return keys as `SampleKeys.find` takes them."""
-    if isinstance(keys, SampleKeys):
-        return [keys.line(index) for index in range(len(keys))]
-    return [_line(key) for key in keys]
+    return SampleKeys(b"".join(keys.lines for keys in members), sum(map(len, members)))
 
 
 def put_keys(storage: Storage, keys: Sequence[str]) -> None:
-    """Keep the keys of samples next to their records, unless these very keys are there."""
-    data = b"".join(line + b"\n" for line in key_lines(keys))
-    lines = None if all(key == str(index) for index, key in enumerate(keys)) else data
-    digest = _digest(len(keys), lines)
-    if has_keys(storage, len(keys)) and read_keys(storage, len(keys)).digest == digest:
+    """Write the keys of samples next to their records, unless the same keys are stored."""
+    stored = _stored_digest(storage, len(keys))
+    if all(key == str(index) for index, key in enumerate(keys)):
+        given = SampleKeys(None, len(keys))
+    else:
+        given = keys if isinstance(keys, SampleKeys) else text_keys(keys)
+    if stored == given.digest:
         return
-    head = {"count": len(keys), "keys": "index" if lines is None else "text", "xxh3_128": digest}
-    storage.put(KEYS_FILE, canonical_json(head).encode() + b"\n" + (lines or b""))
+    kind, lines = ("index", b"") if given.are_indices else ("text", given.lines)
+    head = {"count": len(keys), "keys": kind, "xxh3_128": given.digest}
+    storage.put(KEYS_FILE, canonical_json(head).encode() + b"\n" + lines)
 
 
 def has_keys(storage: Storage, count: int) -> bool:
     """Return True if the keys of `count` samples are kept, undamaged."""
+    return _stored_digest(storage, count) is not None
+
+
+def _stored_digest(storage: Storage, count: int) -> str | None:
+    """Return the digest of the keys of `count` samples; None if they are not kept, or damaged."""
     try:
-        return len(read_keys(storage, count)) == count
+        return read_keys(storage, count).digest
     except (FormatError, MissingRecordError):
-        return False
+        return None
 
 
 def read_keys(storage: Storage, count: int) -> SampleKeys:
@@ -169,7 +194,7 @@ def read_keys(storage: Storage, count: int) -> SampleKeys:
 
     Args:
         storage: The cache's folder.
-        count: Samples that it is of.
+        count: Samples of the cache.
 
     Raises:
         FormatError: The file is damaged.
@@ -181,14 +206,19 @@ def read_keys(storage: Storage, count: int) -> SampleKeys:
     except FileNotFoundError as error:
         raise MissingRecordError(f"{storage.path} has no keys of its samples", hint=_NO_KEYS) from error
     first, _, rest = data.partition(b"\n")
-    head = read_strict(first, where=where)
+    try:
+        head = read_strict(first, where=where)
+    except FormatError as error:
+        raise FormatError(str(error), hint=_NO_KEYS) from error
     lines = None if head.get("keys") == "index" else rest
     found = SampleKeys(lines, count)
     counted = count if lines is None else lines.count(b"\n")
-    if head.get("count") != count or counted != count or head.get("xxh3_128") != found.digest:
+    if head.get("count") != count or counted != count:
         raise FormatError(
-            f"{where} is damaged: it has {counted} keys for {count} samples, or other bytes", hint=_NO_KEYS
+            f"{where} is damaged: it has {counted} keys, and the cache has {count} samples", hint=_NO_KEYS
         )
+    if head.get("xxh3_128") != found.digest:
+        raise FormatError(f"{where} is damaged: its keys do not match their checksum", hint=_NO_KEYS)
     return found
 
 
@@ -198,5 +228,10 @@ def _digest(count: int, lines: bytes | None) -> str:
     return digest.hexdigest()
 
 
-def _line(key: str) -> bytes:
-    return json.dumps(key).encode()
+def _joined(lines: Iterable[bytes]) -> bytes:
+    """Return lines as one text; written one by one, since an object for each takes far more memory."""
+    text = io.BytesIO()
+    for line in lines:
+        text.write(line)
+        text.write(b"\n")
+    return text.getvalue()

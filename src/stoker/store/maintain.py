@@ -45,7 +45,7 @@ from stoker.store.storage import (
     resolve_local,
     sweep,
 )
-from stoker.store.verify import BadRecord
+from stoker.store.verify import BadRecord, bad_keys
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
 from stoker.units import MIB
 
@@ -156,6 +156,8 @@ class _Repair:
             index = write_index(self._storage, self._recipe, self._catalog.refresh, reread=reread)
         for name in unusable:
             self._set_aside(name)
+        if self._only is None:
+            report.bad += bad_keys(self._storage, self._recipe.count)
         report.generation = index.generation
         done = np.zeros(self._recipe.count, np.bool_)
         done[[*index.quarantined]] = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, MissingRecordError
 from stoker.store.cache import Cache, JointCache, same_fields
 from stoker.store.index import Index, ShardInfo
-from stoker.store.keys import SampleKeys, key_lines
+from stoker.store.keys import SampleKeys
 from stoker.store.recipe import Recipe
 from stoker.store.storage import UsageLock
 from stoker.units import format_count
@@ -29,24 +28,17 @@ class UpdatedCache(JointCache):
         MissingRecordError: `base` has no sample with a key of `fixes`.
     """
 
-    def __init__(self, base: Cache, fixes: Cache) -> None:
-        self.members = (base, fixes)
+    def __init__(self, members: Sequence[Cache]) -> None:
+        """Take the records of two caches: `base` and `fixes`."""
+        base, fixes = self.members = tuple(members)
         self._first_shard = np.array([0, len(base.index.shards)])
         recipe = _recipe(base, fixes)
         Cache.__init__(self, base.path, recipe, _index(base, fixes, recipe), use=UsageLock(base.path))
         self.joined = base.joined
 
-    def of(self, members: Sequence[Cache]) -> Cache:
-        """As in `JointCache`."""
-        return UpdatedCache(*members)
-
     @cached_property
     def _keys(self) -> SampleKeys:
         return self.members[0].keys()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the paths of the two alone."""
-        return UpdatedCache, self.members
 
 
 def _recipe(base: Cache, fixes: Cache) -> Recipe:
@@ -70,13 +62,13 @@ def _recipe(base: Cache, fixes: Cache) -> Recipe:
 
 
 def _index(base: Cache, fixes: Cache, recipe: Recipe) -> Index:
-    numbers = _replaced(base, fixes)
+    replaced = _replaced(base, fixes)
     old, new = _places(base), _places(fixes)
-    old = old[~np.isin(old[:, 2], numbers)]
-    new[:, 2] = numbers[np.searchsorted(fixes.indices, new[:, 2])]
+    old = old[~np.isin(old[:, 2], replaced)]
+    new[:, 2] = replaced[np.searchsorted(fixes.indices, new[:, 2])]
     shards = [*_serving(base, old), *_serving(fixes, new)]
     stored = len(old) + len(new)
-    quarantined = {n: failure for n, failure in base.quarantined.items() if n not in numbers}
+    quarantined = {i: failure for i, failure in base.quarantined.items() if i not in replaced}
     return replace(
         base.index,
         fingerprint=recipe.fingerprint,
@@ -92,19 +84,24 @@ def _index(base: Cache, fixes: Cache, recipe: Recipe) -> Index:
 def _replaced(base: Cache, fixes: Cache) -> NDArray[np.int64]:
     """Return the sample index in `base` of each stored record of `fixes`, in the order of its indices."""
     keys = fixes.keys()
-    lines = key_lines([keys[number] for number in fixes.indices.tolist()])
-    found, counts = base.keys().find(lines)
+    if keys.are_indices:
+        raise ConfigError(
+            f"{fixes.path} has no keys of its own, and would replace the first samples of {base.path}",
+            hint=f"Give each the key of the sample that it replaces, such as {base.keys()[0]!r}: "
+            "TorchSource(samples, keys=[...]); run its precompute again, which encodes nothing",
+        )
+    found, counts = base.keys().find(keys.select(fixes.indices))
     if (counts == 0).any():
-        lost = fixes.indices[counts == 0]
+        unknown = fixes.indices[counts == 0]
         raise MissingRecordError(
-            f"{base.path} lacks {format_count(len(lost))} of the {format_count(len(fixes))} keys of "
-            f"{fixes.path}, the first is {keys[int(lost[0])]!r}",
+            f"{base.path} lacks {format_count(len(unknown))} of the {format_count(len(fixes))} keys of "
+            f"{fixes.path}, the first is {keys[int(unknown[0])]!r}",
             hint="A fix has the key of the sample that it replaces; new samples are added by precompute",
         )
     if (counts > 1).any() or len({*found.tolist()}) < len(found):
         raise ConfigError(
-            f"a key of {fixes.path} is that of several samples of {base.path}, or comes twice",
-            hint="Give samples keys of their own",
+            f"a key of {fixes.path} belongs to several samples of {base.path}, or comes twice",
+            hint="Give each sample another key",
         )
     return found
 
@@ -122,11 +119,11 @@ def _serving(cache: Cache, places: NDArray[np.int64]) -> list[ShardInfo]:
     """Return the shards of a cache, serving these records and no others."""
     found: list[ShardInfo] = []
     for shard, entry in enumerate(cache.index.shards):
-        own = places[places[:, 0] == shard]
-        own = own[np.argsort(own[:, 1])]
-        ends = np.flatnonzero((np.diff(own[:, 1:], axis=0) != 1).any(axis=1)) + 1
-        begins = np.concatenate([np.zeros(min(1, len(own)), np.int64), ends])
-        counts = np.diff(np.append(begins, len(own)))
-        segments = np.stack([own[begins, 1], own[begins, 2], counts], axis=1).astype(np.int64)
+        rows = places[places[:, 0] == shard]
+        rows = rows[np.argsort(rows[:, 1])]
+        ends = np.flatnonzero((np.diff(rows[:, 1:], axis=0) != 1).any(axis=1)) + 1
+        begins = np.concatenate([np.zeros(min(1, len(rows)), np.int64), ends])
+        counts = np.diff(np.append(begins, len(rows)))
+        segments = np.stack([rows[begins, 1], rows[begins, 2], counts], axis=1).astype(np.int64)
         found.append(replace(entry, part=0, segments=segments))
     return found

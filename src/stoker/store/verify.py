@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.errors import ConfigError, CorruptError, FormatError, MissingRecordError
 from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
 from stoker.schema import JsonResult
-from stoker.store.format import INDEX_FILE, RECIPE_FILE
+from stoker.store.format import INDEX_FILE, KEYS_FILE, RECIPE_FILE
 from stoker.store.index import LostShard, ShardInfo, load_index, load_recipe
+from stoker.store.keys import read_keys
 from stoker.store.shard import Shard
+from stoker.store.storage import Storage, open_storage
 from stoker.units import MIB, format_count
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class BadRecord(JsonResult):
     """One damaged record, or a damaged file that holds none."""
 
     index: int
-    """Sample number; -1 when no record is affected."""
+    """Sample index; -1 when no record is affected."""
     shard: str
     """File name."""
     why: str
@@ -44,7 +46,7 @@ class VerifyReport(JsonResult):
     bad: list[BadRecord]
     """Everything damaged; empty when all is well."""
     unchecked: list[str] = field(default_factory=list[str])
-    """What was not looked at, in words; empty when every byte was read."""
+    """What was not looked at, in words; empty when all records, recipe, index and keys were read in full."""
 
     @property
     def ok(self) -> bool:
@@ -55,7 +57,7 @@ class VerifyReport(JsonResult):
 THREADS = 4
 """Shards that are read at a time: hashing lets go of the interpreter's lock, and so do reads."""
 SLOWEST_BYTES_PER_S = MIB
-"""Storage that gives less than this to one reader hangs, as far as anybody can tell."""
+"""Storage that gives less than this to one reader is treated as hung."""
 
 
 def read_timeout_s(shards: Sequence[ShardInfo]) -> float:
@@ -64,7 +66,7 @@ def read_timeout_s(shards: Sequence[ShardInfo]) -> float:
 
 
 def verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
-    """As `Cache.verify`."""
+    """Return which records are damaged, after reading all of them or a seeded sample; as `Cache.verify`."""
     if not 0 < subset <= 1:
         raise ConfigError(f"subset is {subset}, expected more than 0 and at most 1")
     bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
@@ -75,7 +77,7 @@ def verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
         unchecked = [
             f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
             "digests of whole columns, padding",
-            "recipe and index after they were opened",
+            "recipe and index after they were opened, keys",
         ]
     else:
         count, unchecked = len(cache), []
@@ -96,7 +98,7 @@ def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
 
 
 def _served(cache: Cache, entry: ShardInfo) -> dict[int, int]:
-    """Return the global numbers that a shard serves, by row."""
+    """Return the sample indices that a shard serves, by row."""
     offset = cache.recipe.parts[entry.part].offset
     return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
 
@@ -151,3 +153,19 @@ def _bad_files(cache: Cache) -> Iterator[BadRecord]:
         load_index(cache.path, cache.recipe)
     except (FormatError, OSError) as error:
         yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))
+    yield from bad_keys(open_storage(cache.path), cache.index.count)
+
+
+def bad_keys(storage: Storage, count: int) -> Iterator[BadRecord]:
+    """Yield what is wrong with the keys of the samples, if anything is.
+
+    Args:
+        storage: The cache's folder.
+        count: Samples of the cache.
+    """
+    try:
+        read_keys(storage, count)
+    except MissingRecordError:
+        pass  # it was made before keys were kept
+    except (FormatError, OSError) as error:
+        yield BadRecord(index=-1, shard=KEYS_FILE, why=str(error))

@@ -169,6 +169,18 @@ def test_the_users_version_names_the_content(database: Path) -> None:
         one.read(0)
 
 
+def test_a_complete_cache_is_found_without_reading_the_table(database: Path, tmp_path: Path) -> None:
+    typed: dict[str, Any] = {"columns": {"power": "float32"}, "version_query": "PRAGMA user_version"}
+    first = source(database, **typed)
+    stoker.precompute(first, None, tmp_path / "caches", name="rows", workers=0, progress=None)
+
+    again = source(database, **typed)
+    cache = stoker.precompute(again, None, tmp_path / "caches", name="rows", workers=0, progress=None)
+
+    assert not again._shared.is_read
+    assert list(cache.keys()) == list(first.keys())
+
+
 def test_where_says_how_many_rows_it_drops(database: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stoker"):
         kept = source(database, where="count >= 0 -- a comment", columns=["power"])

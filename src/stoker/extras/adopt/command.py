@@ -100,7 +100,7 @@ def render(result: AdoptResult, console: Console) -> None:
             ("", escape(str(result.path))),
         ],
     )
-    some(console, [f"  {bad.file}: {bad.why}" for bad in result.bad], "bad files")
+    some(console, [f"  {bad}" for bad in result.bad], "bad files")
     _rest(result, console)
     if result.bad:
         console.print("once the files are fixed, the same command adopts them too", soft_wrap=True)

@@ -1,6 +1,7 @@
 """List and read what is in files of many samples: archives, tensors of rows, HDF5, LMDB and Parquet.
 
-Listing yields one `Member` at a time, so an archive of a million members takes no memory for all of them.
+Listing yields one `Member` at a time, so a zip of a million members takes no memory for all of them. Of a tar
+file, all members are held while it is listed: those of one sample may be far apart in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
@@ -21,11 +23,19 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from stoker.errors import ConfigError, DecodeError, SourceError
-from stoker.extras.adopt.formats import MAX_UNPACKED_BYTES, Array, Arrays, of_numpy, safetensors_header
+from stoker.extras.adopt.formats import (
+    Array,
+    Arrays,
+    decode_errors,
+    of_numpy,
+    safetensors_header,
+    safetensors_header_bytes,
+    unpack_limit,
+)
 from stoker.schema import DTYPE_BYTES, numpy_dtype
 from stoker.sources.files import open_regular
 from stoker.sources.hdf5_open import open_file, readable_dataset
-from stoker.sources.tables import ParquetSource
+from stoker.sources.tables import ParquetSource, import_arrow
 from stoker.sources.tar import list_members
 from stoker.units import MIB
 
@@ -37,7 +47,7 @@ class Member(NamedTuple):
     """One sample, or one part of a sample, in a container."""
 
     name: str
-    """Of a member: its name in the archive; of a row: what names it, within the container."""
+    """Of a member: its name in the archive; of a row: what names it, within the container, if anything."""
     offset: int = -1
     """First byte of a member; -1 for rows."""
     size: int = -1
@@ -53,20 +63,21 @@ def members(kind: str, path: Path) -> Iterator[Member]:
         path: The file; of an LMDB its `data.mdb`.
 
     Raises:
-        SourceError: It is damaged, cut short, or does not hold samples.
+        DecodeError: It is damaged, cut short, or does not hold samples.
         ConfigError: A package that reads it is not installed.
     """
-    if kind == "tar":
-        archive = list_members(path.name, path)
-        for key, found in zip(archive.keys, archive.members, strict=True):
-            for ending, member in found.items():
-                yield Member(f"{key}.{ending}", member.offset, member.size)
-    elif kind == "zip":
-        yield from _zip_directory(path)
-    else:
-        with Rows(kind, path) as rows:
-            for row, name in enumerate(rows.names()):
-                yield Member(name, row=row)
+    with _row_errors(path, "its content cannot be listed"):
+        if kind == "tar":
+            archive = list_members(path.name, path)
+            for key, found in zip(archive.keys, archive.members, strict=True):
+                for ending, member in found.items():
+                    yield Member(f"{key}.{ending}", member.offset, member.size)
+        elif kind == "zip":
+            yield from _zip_directory(path)
+        else:
+            with Rows(kind, path) as rows:
+                for row, name in enumerate(rows.names()):
+                    yield Member(name, row=row)
 
 
 class Rows:
@@ -84,14 +95,9 @@ class Rows:
             "lmdb": _LmdbRows,
             "parquet": _ParquetRows,
         }
-        try:
+        with _row_errors(path, "cannot be opened"):
             self._rows: Any = opened[kind](path)
-        except (DecodeError, ConfigError):
-            raise
-        except SourceError as error:
-            raise DecodeError(error.fact.removeprefix(f"{path}: ")) from error
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DecodeError(f"cannot be opened ({error})") from None
+        self._path = path
 
     def __enter__(self) -> Rows:
         return self
@@ -100,8 +106,13 @@ class Rows:
         self.close()
 
     def names(self) -> Iterator[str]:
-        """Yield what names each row, in their order."""
-        return self._rows.names()
+        """Yield what names each row, in their order.
+
+        Raises:
+            DecodeError: The names cannot be read.
+        """
+        with _row_errors(self._path, "its rows cannot be listed"):
+            yield from self._rows.names()
 
     def read(self, row: int) -> Arrays:
         """Return the arrays of a row.
@@ -109,33 +120,53 @@ class Rows:
         Raises:
             DecodeError: It cannot be read.
         """
-        try:
+        with _row_errors(self._path, "cannot be read", f"row {row}, "):
             return self._rows.read(row)
-        except DecodeError:
-            raise
-        except SourceError as error:
-            raise DecodeError(error.fact) from error
-        except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
-            raise DecodeError(f"row {row} cannot be read ({error})") from None
 
     def close(self) -> None:
         """Close the file."""
         self._rows.close()
 
 
+@contextmanager
+def _row_errors(path: Path, fact: str, place: str = "") -> Generator[None]:
+    """As `decode_errors`; a `SourceError` of what other sources use as well becomes a `DecodeError` too."""
+    try:
+        with decode_errors(fact):
+            yield
+    except DecodeError:
+        raise
+    except SourceError as error:
+        raise DecodeError(error.fact.removeprefix(f"{path}: ").removeprefix(place)) from error
+
+
+def _safetensors_places(file: io.FileIO) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return dtype, shape, first byte and end of each tensor of a safetensors file.
+
+    Raises:
+        DecodeError: Its header is damaged or too long; it is read once it is known not to be.
+    """
+    fd = file.fileno()
+    size = os.fstat(fd).st_size
+    header_bytes = safetensors_header_bytes(os.pread(fd, 8, 0), size)
+    return safetensors_header(os.pread(fd, header_bytes, 0), size)
+
+
 class _SafetensorsRows:
     """Tensors whose axis 0 numbers the samples, `latents` and so on, read row by row."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_regular(path)
-        size = os.fstat(self._file.fileno()).st_size
-        head = os.pread(self._file.fileno(), 8, 0)
-        length = min(int.from_bytes(head, "little"), size)
-        self._tensors = safetensors_header(os.pread(self._file.fileno(), 8 + length, 0), size)
+        with ExitStack() as undo:
+            self._file = undo.enter_context(open_regular(path))
+            self._tensors = _safetensors_places(self._file)
+            self.count = self._count()
+            undo.pop_all()
+
+    def _count(self) -> int:
         counts = {name: shape[0] for name, (_, shape, _, _) in self._tensors.items() if shape}
         if not counts or len(counts) < len(self._tensors) or len(set(counts.values())) > 1:
             raise DecodeError(f"its tensors do not have one number of rows: {counts}")
-        self.count = next(iter(counts.values()))
+        return next(iter(counts.values()))
 
     def names(self) -> Iterator[str]:
         return map(str, range(self.count))
@@ -146,7 +177,7 @@ class _SafetensorsRows:
             row_bytes = (last - first) // max(1, self.count)
             data = os.pread(self._file.fileno(), row_bytes, first + row * row_bytes)
             if len(data) != row_bytes:
-                raise DecodeError(f"row {row} of {name!r} is cut short")
+                raise DecodeError(f"tensor {name!r} is cut short")
             values = np.frombuffer(data, numpy_dtype(dtype)).reshape(shape[1:])
             found[name] = Array(values.copy(), dtype) if dtype == "bfloat16" else of_numpy(values)
         return found
@@ -159,14 +190,18 @@ class _Hdf5Rows:
     """`state` `(N, T, ...)`, one trajectory per row, and further datasets of N rows."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_file(path)
-        names = [name for name in ("state", "label") if name in self._file]
-        if "state" not in names:
-            raise DecodeError("it has no dataset 'state'")
-        self._data = {name: readable_dataset(self._file, name, path) for name in names}
-        self.count = int(self._data["state"].shape[0])
-        if any(len(data) != self.count for data in self._data.values()):
-            raise DecodeError("'state' and 'label' have different numbers of rows")
+        with ExitStack() as undo:
+            self._file = undo.enter_context(open_file(path))
+            names = [name for name in ("state", "label") if name in self._file]
+            if "state" not in names:
+                raise DecodeError("it has no dataset 'state'")
+            self._data = {name: _dataset(self._file, name, path) for name in names}
+            if any(not data.shape for data in self._data.values()):
+                raise DecodeError("its 'state' or 'label' is a single number, expected rows")
+            self.count = int(self._data["state"].shape[0])
+            if any(len(data) != self.count for data in self._data.values()):
+                raise DecodeError("'state' and 'label' have different numbers of rows")
+            undo.pop_all()
 
     def names(self) -> Iterator[str]:
         return map(str, range(self.count))
@@ -176,6 +211,26 @@ class _Hdf5Rows:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _dataset_names(file: Any) -> list[str]:
+    """Return the names of the datasets at the root of an HDF5 file."""
+    return [name for name in file if _is_dataset(file, name)]
+
+
+def _is_dataset(file: Any, name: str) -> bool:
+    return file.get(name, getclass=True).__name__ == "Dataset"
+
+
+def _dataset(file: Any, name: str, path: Path) -> Any:
+    """Return a dataset.
+
+    Raises:
+        SourceError: It is a group, or its values are in other files.
+    """
+    if not _is_dataset(file, name):
+        raise DecodeError(f"{name!r} is not a dataset")
+    return readable_dataset(file, name, path)
 
 
 def read_hdf5(path: Path, names: tuple[str, ...] = ()) -> Arrays:
@@ -190,20 +245,14 @@ def read_hdf5(path: Path, names: tuple[str, ...] = ()) -> Arrays:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
             raise
         raise DecodeError(error.fact.removeprefix(f"{path} ")) from None
-    try:
-        found: Arrays = {}
-        for name in names or tuple(name for name in file if hasattr(file[name], "dtype")):
+    found: Arrays = {}
+    with file, _row_errors(path, "cannot be read"):
+        for name in names or _dataset_names(file):
             if name not in file:
                 raise DecodeError(f"it has no dataset {name!r}")
-            data = readable_dataset(file, name, path)
+            data = _dataset(file, name, path)
             if data.dtype.kind in "biuf":
                 found[name] = of_numpy(np.asarray(data[()]))
-    except SourceError as error:
-        raise DecodeError(error.fact) from None
-    except (OSError, RuntimeError, ValueError, LookupError) as error:
-        raise DecodeError(f"cannot be read ({error})") from None
-    finally:
-        file.close()
     if not found:
         raise DecodeError("it has no dataset of numbers at its root")
     return found
@@ -218,13 +267,10 @@ def stated_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = min(int.from_bytes(os.pread(file.fileno(), 8, 0), "little"), size)
-            header = safetensors_header(os.pread(file.fileno(), 8 + length, 0), size)
-        return {name: shape for name, (_, shape, _, _) in header.items()}
+            return {name: shape for name, (_, shape, _, _) in _safetensors_places(file).items()}
     if suffix in (".h5", ".hdf5"):
-        with open_file(path) as file:
-            return {name: tuple(file[name].shape) for name in file if hasattr(file[name], "dtype")}
+        with open_file(path) as file, _row_errors(path, "cannot be read"):
+            return {name: tuple(_dataset(file, name, path).shape) for name in _dataset_names(file)}
     return None
 
 
@@ -241,7 +287,15 @@ class _LmdbRows:
     def __init__(self, path: Path) -> None:
         self._place = (str(path), os.getpid())
         self._environment: Any = _opened_lmdb(self._place)
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        try:
+            self._shapes = self._stated_shapes()
+        except BaseException:
+            self.close()
+            raise
+        self.count = max(shape[0] for shape in self._shapes.values())
+
+    def _stated_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
         with self._environment.begin() as transaction:
             cursor = transaction.cursor()
             found = cursor.first()
@@ -249,14 +303,17 @@ class _LmdbRows:
                 key = bytes(cursor.key())
                 if key.endswith(b"_shape"):
                     shape = tuple(int(size) for size in bytes(cursor.value()).split())
-                    self._shapes[key.removesuffix(b"_shape").decode()] = shape
+                    shapes[key.removesuffix(b"_shape").decode()] = shape
                 row = _ROW_KEY.fullmatch(key)
                 # Past all rows of this name: ":" follows "9".
                 found = cursor.next() if row is None else cursor.set_range(row[1] + b"_:")
-        if not self._shapes or not all(self._shapes.values()):
-            self.close()
+            entries = transaction.stat()["entries"]
+        if not shapes or not all(shapes.values()):
             raise DecodeError("it has no <name>_shape, which says how the arrays of a row are shaped")
-        self.count = max(shape[0] for shape in self._shapes.values())
+        for name, shape in shapes.items():
+            if min(shape) < 0 or shape[0] > entries:
+                raise DecodeError(f"'{name}_shape' is {shape}, and it has {entries:,} entries")
+        return shapes
 
     def names(self) -> Iterator[str]:
         return map(str, range(self.count))
@@ -307,6 +364,12 @@ def _opened_lmdb(place: tuple[str, int]) -> Any:
                 )
             except lmdb.Error as error:
                 raise DecodeError(f"not a readable LMDB ({error})") from None
+            # A page beyond the end of the file would end the process by SIGBUS when it is looked at.
+            pages = environment.info()["last_pgno"] + 1
+            size, needed = os.stat(place[0]).st_size, pages * environment.stat()["psize"]  # noqa: PTH116
+            if size < needed:
+                environment.close()
+                raise DecodeError(f"cut short: it has {size:,} bytes, its {pages:,} pages {needed:,}")
         _environments[place] = (environment, users + 1)
         return environment
 
@@ -342,6 +405,7 @@ class _ParquetRows:
     KEYS = ("__key__", "key", "id", "name", "filename", "file_name", "path")
 
     def __init__(self, path: Path) -> None:
+        import_arrow(str(path))
         parquet = import_module("pyarrow.parquet")
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -358,12 +422,7 @@ class _ParquetRows:
             return
         with import_module("pyarrow.parquet").ParquetFile(self._path) as file:
             for batch in file.iter_batches(columns=[self._key]):
-                yield from map(str, batch.column(0).to_pylist())
-
-    @property
-    def is_keyed(self) -> bool:
-        """True if a column names the rows."""
-        return self._key is not None
+                yield from (key or "" for key in batch.column(0).to_pylist())
 
     def read(self, row: int) -> Arrays:
         return {name: of_numpy(values) for name, values in self._source.read(row).items()}
@@ -436,13 +495,16 @@ def read_zip_member(fd: int, member: Member) -> bytes:
         raise DecodeError("no member of a zip file begins there")
     local = _LOCAL.unpack(head)
     flags, method, crc, name_bytes, extra_bytes = local[2], local[3], local[6], local[9], local[10]
-    data = os.pread(fd, member.size, member.offset + _LOCAL.size + name_bytes + extra_bytes)
+    first, size = member.offset + _LOCAL.size + name_bytes + extra_bytes, os.fstat(fd).st_size
+    if first + member.size > size:
+        raise DecodeError(f"cut short, it ends at byte {first + member.size:,} and the archive at {size:,}")
+    data = os.pread(fd, member.size, first)
     if len(data) != member.size:
         raise DecodeError(f"cut short, {len(data)} of {member.size} bytes are there")
     if method == zipfile.ZIP_DEFLATED:
         unpacker = zlib.decompressobj(-15)
         try:
-            data = unpacker.decompress(data, MAX_UNPACKED_BYTES)
+            data = unpacker.decompress(data, unpack_limit(member.size))
         except zlib.error as error:
             raise DecodeError(f"cannot be unpacked ({error})") from None
         if not unpacker.eof:
@@ -462,12 +524,27 @@ _PAIR = re.compile(rb'\[\s*("(?:[^"\\]|\\.)*")\s*,\s*(-?\d+)\s*\]')
 
 
 def label_pairs(file: io.BufferedIOBase) -> Iterator[tuple[str, int]]:
-    """Yield file name and label of each pair in `{"labels": [["00000/img0.npy", 3], ...]}`."""
+    """Yield file name and label of each pair in `{"labels": [["00000/img0.npy", 3], ...]}`.
+
+    Raises:
+        DecodeError: A name is not text, or a label has too many digits.
+    """
     rest = b""
     while piece := file.read(_PIECE):
         rest += piece
         end = 0
         for match in _PAIR.finditer(rest):
-            yield PurePosixPath(cast(str, json.loads(match[1])).replace("\\", "/")).as_posix(), int(match[2])
+            with decode_errors("its labels cannot be read"):
+                name, label = PurePosixPath(str(json.loads(match[1])).replace("\\", "/")), int(match[2])
+            yield name.as_posix(), label
             end = match.end()
         rest = rest[end:][-_PIECE:]
+
+
+def says_no_labels(data: bytes) -> bool:
+    """Return True if a `dataset.json` says that there are no labels: `{"labels": null}`."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and cast("dict[str, object]", found).get("labels") is None

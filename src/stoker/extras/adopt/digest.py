@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from stoker.errors import FormatError, SourceError
-from stoker.extras.adopt.listing import ListedBlock, Listing
+from stoker.extras.adopt.listing import FilePart, ListedBlock, Listing
 from stoker.extras.adopt.source import AdoptSource
 from stoker.runtime.files import write_file
 from stoker.runtime.jsonio import as_object, canonical_json, read_object
@@ -22,23 +22,23 @@ from stoker.runtime.threads import map_in_order
 from stoker.schema import Json, digest_json
 from stoker.sources.files import why_unreadable
 from stoker.sources.protocol import FileRef, Part
-from stoker.store.recipe import FULL_BYTES, SETTLED_S, digest_file
-from stoker.units import MIB, format_count
+from stoker.store.recipe import SETTLED_S, digest_file
+from stoker.units import MIB, format_count, format_few
 
 SAVED_EVERY_S = 10.0
-SMALL_BYTES = 2 * MIB
-"""Up to this size a sample of a file would be all of it."""
+BATCH_FILES = 64
+"""Small files that a thread digests before it takes more: handing one over costs as much as digesting it."""
+BATCH_BYTES = 8 * MIB
+UNREADABLE = "unreadable: "
+"""What the digest of a file begins with that cannot be read."""
 
 
-def digest_blocks(
-    source: AdoptSource, memo: Path, identity: Literal["auto", "full"], say: Callable[[str], None]
-) -> None:
+def digest_blocks(source: AdoptSource, memo: Path, say: Callable[[str], None]) -> None:
     """Digest the content of all files of a source, block by block; what is known of untouched files is kept.
 
     Args:
         source: Gets the digests.
         memo: File that remembers digests of blocks by the stamps of their files.
-        identity: `auto`: files beyond the first 4 GiB by a sample of their bytes; `full`: all bytes.
         say: Told how far it is, now and then.
 
     Raises:
@@ -46,18 +46,17 @@ def digest_blocks(
         StalledError: A file could not be read in time.
     """
     known = _load_memo(memo)
-    digester = _BlockDigester(source.folder, source.listing, identity)
+    digester = _BlockDigester(source.folder, source.listing)
     parts: list[Part] = []
     fresh: dict[str, Json] = {}
     any_sampled, saved, total = False, time.monotonic(), len(source)
     for number, block in enumerate(source.listing.blocks()):
-        stamp = f"{block.stamp} {identity}"
-        found = as_object(known.get(stamp))
+        found = as_object(known.get(block.stamp))
         if found is None:
-            digest, sampled = digester.digest(block)
-            found: dict[str, Json] | None = {"digest": digest, "sampled": sampled}
-            if time.time() - block.changed_ns / 1e9 > SETTLED_S:
-                fresh[stamp] = found
+            digested = digester.digest(block)
+            found: dict[str, Json] | None = {"digest": digested.digest, "sampled": digested.sampled}
+            if digested.readable and time.time() - block.changed_ns / 1e9 > SETTLED_S:
+                fresh[block.stamp] = found
         any_sampled = any_sampled or bool(found["sampled"])
         parts.append(Part(name=f"block {number}", count=block.count, digest=str(found["digest"])))
         if fresh and time.monotonic() - saved > SAVED_EVERY_S:
@@ -69,40 +68,48 @@ def digest_blocks(
         _save_memo(memo, known | fresh)
 
 
+class _BlockDigest(NamedTuple):
+    digest: str
+    sampled: bool
+    """True if a file was digested by a sample of its bytes."""
+    readable: bool
+    """False if a file could not be read, which may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A few small files, or one large file, that one thread digests."""
+
+    files: Sequence[FilePart]
+
+    def __str__(self) -> str:
+        return format_few([file.file for file in self.files], 1)
+
+
 @dataclass(slots=True)
 class _BlockDigester:
     """Digests the files of blocks, several at a time."""
 
     root: Path
     listing: Listing
-    identity: Literal["auto", "full"]
-    before_bytes: int = 0
-    containers: dict[str, tuple[str, bool]] = field(default_factory=dict[str, tuple[str, bool]])
+    containers: dict[str, str] = field(default_factory=dict[str, str])
     """Digests of files with samples of several blocks."""
 
-    def digest(self, block: ListedBlock) -> tuple[str, bool]:
-        """Return the digest of a block, and whether a file was only sampled."""
+    def digest(self, block: ListedBlock) -> _BlockDigest:
+        """Return the digest of a block."""
         samples = self.listing.samples(block.first, block.count)
-        files: dict[str, bool] = {}
-        wanted: list[tuple[str, bool]] = []
+        files: dict[str, FilePart] = {}
         for sample in samples:
             for part in sample.parts:
-                if part.file in files:
-                    continue
-                self.before_bytes += part.size if part.file not in self.containers else 0
-                large = part.size > SMALL_BYTES and self.before_bytes > FULL_BYTES
-                sampled = self.identity == "auto" and large
-                files[part.file] = part.row >= 0 or part.offset >= 0
-                if part.file not in self.containers:
-                    wanted.append((part.file, sampled))
+                files.setdefault(part.file, part)
+        found = {file: self.containers[file] for file in files if file in self.containers}
+        batches = _batches([part for file, part in files.items() if file not in found])
         what = f"digesting the files of {self.root}"
-        found = dict(self.containers)
-        for (file, sampled), digest in zip(
-            wanted, map_in_order(self._of_file, wanted, what=what), strict=True
-        ):
-            found[file] = (digest, sampled)
-            if files[file]:
-                self.containers[file] = found[file]
+        for batch, own in zip(batches, map_in_order(self._of_batch, batches, what=what), strict=True):
+            for part, digest in zip(batch.files, own, strict=True):
+                found[part.file] = digest
+                if part.row >= 0 or part.offset >= 0:
+                    self.containers[part.file] = digest
         content: list[Json] = [
             [
                 sample.key,
@@ -112,20 +119,39 @@ class _BlockDigester:
             ]
             for sample in samples
         ]
-        digests: list[Json] = [[file, found[file][0]] for file in files]
-        return digest_json([content, digests]), any(found[file][1] for file in files)
+        digests: list[Json] = [[file, found[file]] for file in files]
+        return _BlockDigest(
+            digest=digest_json([content, digests]),
+            sampled=any(part.sampled for part in files.values()),
+            readable=not any(digest.startswith(UNREADABLE) for digest in found.values()),
+        )
 
-    def _of_file(self, item: tuple[str, bool]) -> str:
-        name, sampled = item
-        path = self.root / name
+    def _of_batch(self, batch: _Batch) -> list[str]:
+        return [self._of_file(part) for part in batch.files]
+
+    def _of_file(self, part: FilePart) -> str:
+        path = self.root / part.file
         if (why := why_unreadable(path)) is not None:
-            return f"unreadable: {why}"
+            return f"{UNREADABLE}{why}"
         try:
-            return digest_file(FileRef(name=name, path=path), sampled=sampled).digest
+            return digest_file(FileRef(name=part.file, path=path), sampled=part.sampled).digest
         except SourceError as error:
             if isinstance(error.__cause__, OSError):
-                return f"unreadable: {error.__cause__.errno}"
+                return f"{UNREADABLE}{error.__cause__.errno}"
             raise
+
+
+def _batches(parts: Sequence[FilePart]) -> list[_Batch]:
+    """Return files in their order, those of a batch few enough, and small enough, for one thread."""
+    found: list[list[FilePart]] = []
+    size = 0
+    for part in parts:
+        if not found or len(found[-1]) >= BATCH_FILES or size + part.size > BATCH_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(part)
+        size += part.size
+    return [_Batch(files) for files in found]
 
 
 def _load_memo(path: Path) -> dict[str, Any]:

@@ -10,20 +10,23 @@ import io
 import json
 import math
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DecodeError
+from stoker.errors import DecodeError, StokerError
 from stoker.runtime.jsonio import parse_json
 from stoker.schema import DTYPE_BYTES, numpy_dtype
 from stoker.units import GIB, MIB
 
 MAX_UNPACKED_BYTES = 4 * GIB
-"""Bytes that one npz may unpack to."""
+"""Bytes that one npz, or one member of a zip, may unpack to."""
+SMALL_UNPACKED_BYTES = 256 * MIB
+MAX_RATIO = 100
+"""Beyond `SMALL_UNPACKED_BYTES`: bytes to unpack for each packed one. Features pack to a tenth at best."""
 MAX_HEADER_BYTES = 100 * MIB
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
@@ -43,6 +46,23 @@ class Array(NamedTuple):
 Arrays: TypeAlias = dict[str, Array]
 
 
+@contextmanager
+def decode_errors(fact: str) -> Generator[None]:
+    """Turn whatever a damaged or odd file makes Python raise into a `DecodeError`; errors of ours pass.
+
+    Args:
+        fact: What cannot be done; the text of the error follows in brackets.
+    """
+    try:
+        yield
+    except StokerError:
+        raise
+    except Exception as error:  # noqa: BLE001 (zipfile, NumPy and h5py raise what they like at foreign bytes)
+        said = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        text = (said or str(error) or type(error).__name__)[:200]
+        raise DecodeError(f"{fact} ({text})") from None
+
+
 def decode(suffix: str, data: bytes) -> Arrays:
     """Return the arrays in the bytes of a file.
 
@@ -55,7 +75,7 @@ def decode(suffix: str, data: bytes) -> Arrays:
     """
     if not data:
         raise DecodeError("empty, 0 bytes")
-    try:
+    with decode_errors(f"not a readable .{suffix}"):
         if suffix == "npy":
             return {"data": of_numpy(_npy(io.BytesIO(data), len(data)))}
         if suffix == "npz":
@@ -66,12 +86,6 @@ def decode(suffix: str, data: bytes) -> Arrays:
             return of_json(parse_json(data))
         if suffix in NUMBERS:
             return {"label": Array(np.asarray(int(data.decode().strip()), np.int64), "int64")}
-    except DecodeError:
-        raise
-    except (ValueError, EOFError, OSError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError, SyntaxError) as error:
-        raise DecodeError(f"not a readable .{suffix} ({_first_line(error)})") from None
     raise DecodeError(f"files that end in .{suffix} are not read")
 
 
@@ -113,6 +127,24 @@ def of_json(value: object) -> Arrays:
     return found
 
 
+def safetensors_header_bytes(first: bytes, size: int) -> int:
+    """Return how many bytes of a file come before its tensors: the length that it states, and the header.
+
+    Args:
+        first: The first 8 bytes of the file.
+        size: Bytes of the file.
+
+    Raises:
+        DecodeError: It is no safetensors file, or the header is too long to be read.
+    """
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or 8 + length > size:
+        raise DecodeError("not a safetensors file, or cut short in its header")
+    if length > MAX_HEADER_BYTES:
+        raise DecodeError(f"its header claims {length:,} bytes, {MAX_HEADER_BYTES:,} are allowed")
+    return 8 + length
+
+
 def safetensors_header(data: bytes, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Return dtype, shape, first byte and end of each tensor, from the first bytes of a file.
 
@@ -123,18 +155,19 @@ def safetensors_header(data: bytes, size: int) -> dict[str, tuple[str, tuple[int
     Raises:
         DecodeError: It is no safetensors file, or shorter than its header says.
     """
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(size, MAX_HEADER_BYTES):
-        raise DecodeError("not a safetensors file, or cut short in its header")
-    if len(data) < 8 + length:
+    start = safetensors_header_bytes(data, size)
+    if len(data) < start:
         raise DecodeError("cut short in its header")
-    try:
-        header = cast("dict[str, Any]", json.loads(data[8 : 8 + length]))
-    except ValueError:
-        raise DecodeError("not a safetensors file: its header is not JSON") from None
-    start, end = 8 + length, 8 + length
+    with decode_errors("not a safetensors file: its header cannot be read"):
+        return _tensor_places(json.loads(data[8:start]), start, size)
+
+
+def _tensor_places(header: object, start: int, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    if not isinstance(header, dict):
+        raise DecodeError("not a safetensors file: its header is not a JSON object")
+    end = start
     found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    for name, entry in header.items():
+    for name, entry in cast("dict[str, Any]", header).items():
         if name == "__metadata__":
             continue
         shape = tuple(int(count) for count in entry["shape"])
@@ -142,7 +175,11 @@ def safetensors_header(data: bytes, size: int) -> dict[str, tuple[str, tuple[int
         dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
         if dtype is None:
             raise DecodeError(f"tensor {name!r} is {entry['dtype']}, which no cache can hold")
-        if min(shape, default=0) < 0 or last - first != math.prod(shape) * DTYPE_BYTES[dtype]:
+        if (
+            first < start
+            or min(shape, default=0) < 0
+            or last - first != math.prod(shape) * DTYPE_BYTES[dtype]
+        ):
             raise DecodeError(f"tensor {name!r} has {last - first} bytes, its shape is {shape} {dtype}")
         found[name] = (dtype, shape, first, last)
         end = max(end, last)
@@ -168,15 +205,22 @@ def _npy(file: io.BytesIO, size: int) -> NDArray[Any]:
     return values
 
 
+def unpack_limit(packed_bytes: int) -> int:
+    """Return how many bytes so many packed ones may unpack to."""
+    return min(MAX_UNPACKED_BYTES, max(SMALL_UNPACKED_BYTES, MAX_RATIO * packed_bytes))
+
+
 def _npz(data: bytes) -> Arrays:
     found: Arrays = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         total = sum(entry.file_size for entry in entries)
-        if total > MAX_UNPACKED_BYTES:
-            raise DecodeError(f"claims to unpack to {total:,} bytes")
+        if total > unpack_limit(len(data)):
+            raise DecodeError(f"has {len(data):,} bytes and claims to unpack to {total:,}")
         for entry in entries:
             if entry.filename.endswith(".npy"):
+                if entry.filename.removesuffix(".npy") in found:
+                    raise DecodeError(f"holds {entry.filename!r} twice")
                 unpacked = archive.read(entry)  # which compares the checksum
                 values = _npy(io.BytesIO(unpacked), len(unpacked))
                 if values.dtype.kind not in "US":
@@ -184,7 +228,3 @@ def _npz(data: bytes) -> Arrays:
     if not found:
         raise DecodeError("holds no arrays")
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -46,7 +46,7 @@ class Role:
 
     def match(self, name: str) -> re.Match[str] | None:
         """Return the match of a file's name."""
-        return re.fullmatch(self.pattern, name)
+        return re.fullmatch(self.pattern, name, re.DOTALL)  # a name may have a line break
 
 
 def no_change(role: str, arrays: Arrays) -> Arrays:
@@ -69,6 +69,8 @@ class Layout:
     """Fields of several sizes: each axis varies along which one sample differs."""
     time: tuple[str, ...] = ()
     """Fields whose axis 0 is time."""
+    steps: str = ""
+    """One of these: axis 0 of each other field that is as long is time as well."""
     dense: tuple[str, ...] = ()
     """Fields of which no row along axis 0 is all zeros, unless a job was killed before it wrote that row."""
     numbered: bool = False
@@ -82,7 +84,7 @@ class FolderLook(Protocol):
     """Names of some thousand files, relative to the folder."""
 
     def arrays(self, pattern: str) -> tuple[str, Mapping[str, tuple[int, ...]]] | None:
-        """Return name and shapes of the arrays of the first file of such a name that can be read."""
+        """Return name and shapes of the arrays of a file of such a name, one like most of the first."""
         ...
 
 
@@ -122,10 +124,25 @@ def rename(arrays: Arrays, names: Mapping[str, str]) -> Arrays:
     return found
 
 
-def one(array: Array) -> Array:
-    """Return an array without a first axis of one entry: a batch of one."""
+def without_batch(array: Array, axes: int) -> Array:
+    """Return an array of so many axes: one with an axis more, of one entry, is a batch of one.
+
+    An axis of one entry says nothing without the number of axes: a text may have one token.
+    """
     values = array.values
-    return array._replace(values=values[0]) if values.ndim and values.shape[0] == 1 else array
+    return array._replace(values=values[0]) if values.ndim == axes + 1 and len(values) == 1 else array
+
+
+def counts_of(arrays: Arrays, names: Sequence[str]) -> dict[str, int]:
+    """Return the length of axis 0 of those of the named arrays that are there.
+
+    Raises:
+        DecodeError: One is a single number.
+    """
+    found = {name: arrays[name].values for name in names if name in arrays}
+    if scalar := [name for name, values in found.items() if not values.ndim]:
+        raise DecodeError(f"{scalar[0]!r} is a single number, expected an array")
+    return {name: len(values) for name, values in found.items()}
 
 
 def _mean_and_std(role: str, arrays: Arrays) -> Arrays:
@@ -137,7 +154,8 @@ def _mean_and_std(role: str, arrays: Arrays) -> Arrays:
 
 
 def _fast_dit(role: str, arrays: Arrays) -> Arrays:
-    return {"latent" if role == "features" else "label": one(arrays["data"])}
+    data = arrays["data"]
+    return {"latent": without_batch(data, 3)} if role == "features" else {"label": without_batch(data, 0)}
 
 
 _SIZE = re.compile(r"(latents|latents_flipped|alpha_mask|original_size|crop_ltrb)_\d+x\d+")
@@ -162,7 +180,8 @@ def _musubi(role: str, arrays: Arrays) -> Arrays:
 
 def _text_and_latents(role: str, arrays: Arrays) -> Arrays:
     found = rename(arrays, {"data": "latent", **STANDARD, **TEXT})
-    return {name: one(array) if name in ("hidden", "mask", "pooled") else array
+    axes = {"hidden": 2, "mask": 1, "pooled": 1}
+    return {name: without_batch(array, axes[name]) if name in axes else array
             for name, array in found.items()}  # fmt: skip
 
 
@@ -177,30 +196,37 @@ _LISTED = re.compile(r"hidden_states_(\d+)")
 def _hidden_states(role: str, arrays: Arrays) -> Arrays:
     listed = {int(match[1]): name for name in arrays if (match := _LISTED.fullmatch(name))}
     if listed:  # one tensor for each layer
-        layers = [arrays[listed[number]] for number in sorted(listed)]
-        if len({layer.values.shape for layer in layers}) > 1:
-            raise DecodeError("its layers of hidden states have different shapes")
+        layers = [without_batch(arrays[listed[number]], 2) for number in sorted(listed)]
+        if len({layer.values.shape for layer in layers}) > 1 or not layers[0].values.ndim:
+            raise DecodeError("its layers of hidden states have different shapes, or none")
         stacked = Array(np.stack([layer.values for layer in layers], axis=1), layers[0].dtype)
         rest = {name: array for name, array in arrays.items() if name not in listed.values()}
         arrays = {**rest, "hidden_states": stacked}
-    found = {name: one(array) for name, array in rename(arrays, _HIDDEN).items()}
-    lengths = {name: len(found[name].values) for name in _TOKEN_FIELDS if name in found}
-    if len(set(lengths.values())) > 1:
+    found = rename(arrays, _HIDDEN)
+    found |= {name: without_batch(found[name], 1) for name in _TOKEN_IDS if name in found}
+    counts = [len(found[name].values) for name in _TOKEN_IDS if name in found and found[name].values.ndim]
+    for name, array in found.items():
+        # (1, T, D) is a batch of one; (T, D) and, of several layers, (T, L, D) are none.
+        shape, axes = array.values.shape, 2 if name in _TOKEN_STATES else len(array.values.shape) - 1
+        if shape[:1] == (1,) and (not counts or shape[1:2] == (counts[0],)):
+            found[name] = without_batch(array, axes)
+    if len(set((lengths := counts_of(found, _TOKEN_FIELDS)).values())) > 1:
         raise DecodeError(f"its fields have different numbers of tokens: {lengths}")
     return found
 
 
 _SIZED_FIELDS = ("latent", "latent_flip", "alpha_mask", "hidden", "hidden_2", "mask")
-_TOKEN_FIELDS = ("hidden", "aux_hidden", "last_hidden", "input_ids", "loss_mask", "mask")
+_TOKEN_IDS = ("input_ids", "loss_mask", "mask")
+_TOKEN_STATES = ("hidden", "aux_hidden", "last_hidden")
+_TOKEN_FIELDS = (*_TOKEN_STATES, *_TOKEN_IDS)
 
 
 def _bags(role: str, arrays: Arrays) -> Arrays:
     found = {"features": arrays["data"]} if "data" in arrays else dict(arrays)
     if "features" not in found:
         raise DecodeError("it has no 'features'")
-    if found["features"].values.ndim == 3:
-        found["features"] = one(found["features"])
-    counts = {name: len(found[name].values) for name in ("features", "coords") if name in found}
+    found["features"] = without_batch(found["features"], 2)
+    counts = counts_of(found, ("features", "coords"))
     if len(set(counts.values())) > 1:
         raise DecodeError(f"features and coords have different numbers of rows: {counts}")
     return {name: found[name] for name in counts}
@@ -243,7 +269,7 @@ def _sample_pt(role: str, arrays: Arrays) -> Arrays:
     if latent is None or latent.values.ndim != 3:
         shape = None if latent is None else latent.values.shape
         raise DecodeError(f"its 'latent' is {shape}, expected a tensor (T, L, D)")
-    return arrays
+    return dict(sorted(arrays.items()))
 
 
 def _webdataset(role: str, arrays: Arrays) -> Arrays:
@@ -387,6 +413,8 @@ LAYOUTS: Mapping[str, Layout] = {
             name="sample-pt",
             roles=(Role(name="sample", pattern=r"(?P<key>sample_\d{5,9})\.pt"),),
             fields=_sample_pt,
+            time=("latent",),
+            steps="latent",
             numbered=True,
         ),
         Layout(

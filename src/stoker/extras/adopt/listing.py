@@ -25,20 +25,26 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from stoker.errors import DecodeError, ResourceError, SourceError
-from stoker.extras.adopt.containers import ROWS, Member, label_pairs, members, read_zip_member
+from stoker.extras.adopt.containers import ROWS, Member, label_pairs, members, read_zip_member, says_no_labels
 from stoker.extras.adopt.layouts import Layout, Role
 from stoker.runtime.disk import explain_disk_errors
 from stoker.runtime.files import PendingFile, dead_temporaries
 from stoker.runtime.locks import lock_folder
 from stoker.sources.files import open_regular, why_unreadable
-from stoker.units import format_count
+from stoker.units import MIB, format_count
 
 BLOCK = 4096
 """Samples of a block."""
 SHOWN = 5
+MAX_UNLABELED_BYTES = MIB
+"""Bytes of a list of labels without labels."""
 KEPT_S = 24 * 3600
 """Age of an earlier list of the same name from which it is removed: a run may still use a younger one."""
 PROBE_BYTES = 64 * 1024
+SMALL_BYTES = 2 * MIB
+"""Up to this size a sample of a file would be all of it."""
+SWEEP_S = 10.0
+"""How long the removal of earlier lists may take."""
 MAX_CLASSES = 100_000
 MAX_GAPS = 10
 """Numbers without a file, for each with one, beyond which a file is probably named wrongly."""
@@ -58,6 +64,8 @@ class FilePart(NamedTuple):
     length: int = -1
     member: str = ""
     row: int = -1
+    sampled: bool = False
+    """The file is digested by a sample of its bytes, since files before it in the list are large already."""
 
 
 class ListedSample(NamedTuple):
@@ -117,15 +125,40 @@ def walk(
             faults.append((folder or ".", f"cannot be listed: {error.strerror}"))
             continue
         with entries:
-            for entry in entries:
-                name = folder + entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    if not entry.name.startswith(".") and Path(entry.path) != skipped:
-                        folders.append(f"{name}/")
-                elif entry.is_symlink() and entry.is_dir():
-                    faults.append((name, "a link to a folder, which is not followed"))
-                elif not entry.name.startswith("."):
-                    yield name, entry
+            try:
+                yield from _of_folder(entries, folder, folders, skipped, faults)
+            except OSError as error:
+                faults.append((folder or ".", f"cannot be listed: {error.strerror}"))
+
+
+def _of_folder(
+    entries: Iterator[os.DirEntry[str]],
+    folder: str,
+    folders: list[str],
+    skipped: Path | None,
+    faults: list[tuple[str, str]],
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield name and entry of each file in a folder, and add the folders in it to `folders`."""
+    for entry in entries:
+        name = folder + entry.name
+        if not _is_utf8(name):
+            shown = os.fsencode(name).decode("utf-8", "backslashreplace")
+            faults.append((shown, "its name is not UTF-8"))
+        elif entry.is_dir(follow_symlinks=False):
+            if not entry.name.startswith(".") and Path(entry.path) != skipped:
+                folders.append(f"{name}/")
+        elif entry.is_symlink() and Path(entry.path).is_dir():  # which says no of a link to itself
+            faults.append((name, "a link to a folder, which is not followed"))
+        elif not entry.name.startswith("."):
+            yield name, entry
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Listing:
@@ -199,9 +232,9 @@ class Listing:
         ):
             yield ListedBlock(first=first, count=count, stamp=stamp, changed_ns=changed_ns)
 
-    def keys(self) -> SampleKeys:
+    def keys(self) -> ListedKeys:
         """Return the keys of all samples."""
-        return SampleKeys(self)
+        return ListedKeys(self)
 
     def key_range(self, first: int, stop: int) -> Iterator[str]:
         """Yield the keys of consecutive samples."""
@@ -233,7 +266,7 @@ class Listing:
             ) from error
 
 
-class SampleKeys(Sequence[str]):
+class ListedKeys(Sequence[str]):
     """Keys of samples, read from the listing as they are asked for."""
 
     def __init__(self, listing: Listing) -> None:
@@ -283,7 +316,7 @@ CREATE TABLE facts (count, digest, classes, ignored, ignored_names, faults);
 _DIGITS = re.compile(r"\d+")
 
 
-def make_listing(
+def make_listing(  # noqa: PLR0913 (what is listed, where the list goes, and three limits)
     root: Path,
     layout: Layout,
     folder: Path,
@@ -291,6 +324,7 @@ def make_listing(
     *,
     skipped: Path | None = None,
     count: int | None = None,
+    full_bytes: int | None = None,
 ) -> Listing:
     """Walk a folder and write the list of its samples; an equal list that is there is kept.
 
@@ -300,14 +334,19 @@ def make_listing(
         folder, name: The list goes to `<folder>/<name>-<digest>.sqlite`.
         skipped: A folder below the root to leave out.
         count: Of numbered samples, how many there should be; None: up to the highest number.
+        full_bytes: Bytes of the first files that are digested in full; of later ones those above 2 MiB are
+            digested by a sample. None: all files in full.
 
     Raises:
         SourceError: No file is a sample, or an archive cannot be listed.
     """
-    with lock_folder(folder, f"list-{name}") as alone:
+    purpose = f"list-{name}"
+    with lock_folder(folder, purpose) as alone:
         if alone:
             _sweep(folder, name)
-        writer = partial(_ListingWriter, root=root, layout=layout, skipped=skipped)
+    writer = partial(_ListingWriter, root=root, layout=layout, skipped=skipped, full_bytes=full_bytes)
+    # Lists may be written at the same time; what is being written is not swept.
+    with lock_folder(folder, purpose, shared=True, timeout_s=SWEEP_S):
         try:
             return Listing(_write(writer, folder, name, count))
         except sqlite3.Error:
@@ -364,9 +403,15 @@ class _ListingWriter:
     """Writes one listing."""
 
     def __init__(
-        self, database: sqlite3.Connection, root: Path, layout: Layout, skipped: Path | None
+        self,
+        database: sqlite3.Connection,
+        root: Path,
+        layout: Layout,
+        skipped: Path | None,
+        full_bytes: int | None,
     ) -> None:
         self._database = database
+        self._large_files = _LargeFiles(full_bytes)
         self._root = root if root.is_dir() else root.parent
         self._only = None if root.is_dir() else root.name
         self._layout = layout
@@ -419,7 +464,10 @@ class _ListingWriter:
                 status = entry.stat()
                 regular = stat.S_ISREG(status.st_mode)
             except OSError:  # a link to nothing is met again, by its name, when it is read
-                status, regular = entry.stat(follow_symlinks=False), False
+                try:
+                    status, regular = os.lstat(self._root / name), False
+                except FileNotFoundError:  # removed since it was listed
+                    continue
             part = FilePart(role.name, name, status.st_size, status.st_mtime_ns)
             changed = [status.st_ctime_ns, status.st_dev, status.st_ino]
             self._note_size(name, status.st_size)
@@ -440,14 +488,20 @@ class _ListingWriter:
         """Yield the samples in a container; one that cannot be listed is a sample that fails."""
         role, path = self._layout.roles[place], self._root / part.file
         try:
+            if part.size == 0:
+                raise DecodeError("empty, 0 bytes")
             if role.kind == "labels":
                 with open_regular(path) as raw, io.BufferedReader(raw) as file:
                     yield from self._labels(place, file, part.file, changed)
                 return
             for member in members(role.kind, path):
                 yield from self._member(place, match, part, changed, member)
-        except (SourceError, DecodeError) as error:
-            why = error.fact.removeprefix(f"{path} ").removeprefix(f"{path}: ")
+        except (SourceError, OSError) as error:
+            fact = error.fact if isinstance(error, SourceError) else f"cannot be read: {error.strerror}"
+            why = fact.removeprefix(f"{path} ").removeprefix(f"{path}: ")
+            if role.kind == "labels":
+                self._notes.faults.append((part.file, why))
+                return
             broken = part._replace(role="!" + why)
             yield self._noted(part.file, place, "", broken, {}, changed)
 
@@ -458,8 +512,15 @@ class _ListingWriter:
         name = match["key"] if "key" in match.re.groupindex else part.file
         if role.kind in ROWS:
             keyed = role.kind == "parquet" and not member.name.isdigit()
+            row = part._replace(row=member.row)
+            if not member.name:
+                row = row._replace(
+                    role=f"!row {member.row} has no key: the column of keys is null or empty there"
+                )
+                yield self._noted(f"{part.file}:{member.row}", place, "", row, {}, changed)
+                return
             key = member.name if keyed or not name else f"{name}:{member.name}"
-            yield self._noted(key, place, "", part._replace(row=member.row), {}, changed)
+            yield self._noted(key, place, "", row, {}, changed)
             return
         inside = part._replace(offset=member.offset, length=member.size, member=member.name)
         if role.kind == "tar":
@@ -483,9 +544,15 @@ class _ListingWriter:
         self, place: int, file: io.BufferedIOBase, name: str, changed: list[int]
     ) -> Iterator[tuple[Any, ...]]:
         latents = self._layout.roles[0]
+        found = False
         for latent, label in label_pairs(file):
+            found = True
             if match := latents.match(latent):
                 yield self._noted(_key(latents, match), place, name, None, {"label": label}, changed)
+        if not found:
+            file.seek(0)
+            if not says_no_labels(file.read(MAX_UNLABELED_BYTES)):
+                self._notes.faults.append((name, "lists no labels, and does not say that there are none"))
 
     def _row(
         self, place: int, match: re.Match[str], part: FilePart, changed: list[int]
@@ -548,6 +615,7 @@ class _ListingWriter:
         total = 0
         whole = hashlib.sha256()
         for block in _batches(grouped, BLOCK):
+            self._large_files.begin_block()  # the samples of the next one are made when they are asked for
             stamp = hashlib.sha256()
             for _, *texts in block:
                 stamp.update(json.dumps(texts).encode())
@@ -583,12 +651,15 @@ class _ListingWriter:
         held: dict[int, list[list[Any]]] = {}
         values: dict[str, Any] = {}
         faults: list[tuple[str, str]] = []
-        for _, _, place, _, part, own, _ in notes:
+        for _, _, place, base, part, own, _ in notes:
             held.setdefault(place, [])
             if part:
                 held[place].append(json.loads(part))
             for name, value in (json.loads(own) if own else {}).items():
-                values[name] = self._classes[name][value] if isinstance(value, str) else value
+                number = self._classes[name][value] if isinstance(value, str) else value
+                if not part and values.setdefault(name, number) != number:  # of a list of labels
+                    faults.append((base, f"gives {key!r} the {name} {values[name]} and the {name} {number}"))
+                values[name] = number
         for place in shared:
             found = self._database.execute(
                 "SELECT part FROM shared WHERE key = ? AND role = ?", (notes[0][3], place)
@@ -610,8 +681,11 @@ class _ListingWriter:
             lead = files[0] if files else notes[0][3]  # of a label: the file that lists it
             faults.append((lead, f"has no {role.name}: no such file belongs to {key!r}"))
         parts = [part for _, parts in sorted(held.items()) for part in parts]
-        faults += [(part[1], part[0][1:]) for part in parts if part[0].startswith("!")]
+        # Of a container that cannot be listed, nothing else is known.
+        faults = [(part[1], part[0][1:]) for part in parts if part[0].startswith("!")] or faults
         kept = [part[: len(FilePart._fields)] for part in parts if roles_kind(roles, part[0]) != "image"]
+        for part in kept:
+            part[-1] = self._large_files.is_sampled(FilePart(*part))
         changed = max((part[len(FilePart._fields)] for part in parts), default=0)
         return (
             changed,
@@ -629,6 +703,32 @@ class _ListingWriter:
             self._notes.faults.append(
                 (json.loads(part)[1], f"has no {main}: no such file belongs to {key!r}")
             )
+
+
+class _LargeFiles:
+    """Decides by the order of samples alone which files are digested by a sample of their bytes.
+
+    What an earlier run digested has no part in it, so equal folders have equal digests.
+    """
+
+    def __init__(self, full_bytes: int | None) -> None:
+        self._full_bytes = full_bytes
+        self._bytes = 0
+        self._containers: dict[str, bool] = {}
+        self._files: dict[str, bool] = {}
+
+    def begin_block(self) -> None:
+        """Forget files of the last block; those with samples of several blocks stay."""
+        self._files.clear()
+
+    def is_sampled(self, part: FilePart) -> bool:
+        """Return True if the file of the next part is digested by a sample."""
+        known = self._containers if part.row >= 0 or part.offset >= 0 else self._files
+        if part.file not in known:
+            self._bytes += part.size
+            beyond = self._full_bytes is not None and self._bytes > self._full_bytes
+            known[part.file] = beyond and part.size > SMALL_BYTES
+        return known[part.file]
 
 
 def roles_kind(roles: Sequence[Role], name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from stoker.schema import DtypeName, JsonResult, Schema, dtype_names
 from stoker.sources.torch_items import varying_axes
 from stoker.store import Cache
 from stoker.store.folder import CACHE_NAME
+from stoker.store.recipe import FULL_BYTES
 from stoker.store.storage import resolve_local
 from stoker.units import format_count, format_few
 
@@ -45,6 +47,11 @@ class BadFile(JsonResult):
     why: str
     number: int | None = None
     """Number of the sample; None: it belongs to none."""
+
+    def __str__(self) -> str:
+        """Return file and reason on one line, without characters that a terminal acts on."""
+        text = f"{self.file}: {self.why}"
+        return text if text.isprintable() else repr(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +228,15 @@ def run_adopt(
     log.info("%s: layout %s, since %s", name, layout.name, why)
     place = make_folder(out) / FOLDER
     make_folder(place, 0o700)
-    listing = make_listing(root, layout, place, name, skipped=skipped, count=settings.count)
-    _say_ignored(listing)
-    source = AdoptSource(root, layout, listing, settings.rules)
-    try:
-        digest_blocks(source, place / f"{name}.json", settings.identity, log.info)
-        report = _store(source, out, name, layout, listing, settings)
-    finally:
-        source.close()
+    full_bytes = FULL_BYTES if settings.identity == "auto" else None
+    listing = make_listing(
+        root, layout, place, name, skipped=skipped, count=settings.count, full_bytes=full_bytes
+    )
+    with closing(listing):
+        _say_ignored(listing)
+        with closing(AdoptSource(root, layout, listing, settings.rules)) as source:
+            digest_blocks(source, place / f"{name}.json", log.info)
+            report = _store(source, out, name, layout, listing, settings)
     return _result(report, source, layout, why, began)
 
 
@@ -284,7 +292,7 @@ def _result(
 
 def bad_error(result: AdoptResult) -> IncompleteError:
     """Return the error that names bad files."""
-    lines = [f"  {bad.file}: {bad.why}" for bad in result.bad[:NAMED]]
+    lines = [f"  {bad}" for bad in result.bad[:NAMED]]
     if len(result.bad) > NAMED:
         lines.append(f"  and {format_count(len(result.bad) - NAMED)} more")
     return IncompleteError(

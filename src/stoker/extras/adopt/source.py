@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias, cast
@@ -16,7 +16,7 @@ import numpy as np
 
 from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.extras.adopt.containers import Member, Rows, read_hdf5, read_zip_member, stated_shapes
-from stoker.extras.adopt.formats import Array, Arrays, decode
+from stoker.extras.adopt.formats import Array, Arrays, decode, decode_errors
 from stoker.extras.adopt.layouts import MAY_BE_ZERO, FolderLook, Layout, choose_layout
 from stoker.extras.adopt.listing import FilePart, ListedSample, Listing, walk
 from stoker.extras.adopt.pt import MAX_FILE_BYTES, PtReader, RefusedFileError
@@ -124,6 +124,10 @@ class FileReader:
                 status = os.fstat(file.fileno())
                 self._check(status, part, path)
                 if part.offset < 0:
+                    if status.st_size > MAX_FILE_BYTES:
+                        raise DecodeError(
+                            f"has {status.st_size:,} bytes, a sample may have {MAX_FILE_BYTES:,}"
+                        )
                     return file.readall()
                 member = Member(part.member, part.offset, part.length)
                 if kind == "zip" or part.file.lower().endswith(".zip"):
@@ -191,8 +195,9 @@ class _FirstFiles(FolderLook):
         self.names = list(self._entries)
 
     def arrays(self, pattern: str) -> tuple[str, Mapping[str, tuple[int, ...]]] | None:
-        """Return name and shapes of the arrays of the first file of such a name that can be read."""
-        named = [name for name in self.names if re.fullmatch(pattern, name)]
+        """Return name and shapes of the arrays of a file of such a name, one like most of the first."""
+        named = [name for name in self.names if re.fullmatch(pattern, name, re.DOTALL)]
+        found: dict[frozenset[str], list[tuple[str, Mapping[str, tuple[int, ...]]]]] = {}
         for name in named[:PEEKED]:
             status = self._entries[name]
             try:
@@ -203,8 +208,9 @@ class _FirstFiles(FolderLook):
                     shapes = {own: array.values.shape for own, array in arrays.items()}
             except (SourceError, OSError):
                 continue
-            return name, shapes
-        return None
+            alike = frozenset(re.sub(r"\d+", "0", own) for own in shapes)  # sizes may be in names
+            found.setdefault(alike, []).append((name, shapes))
+        return max(found.values(), key=len)[0] if found else None
 
 
 def look_into(root: Path, wanted: str, skipped: Path | None) -> tuple[Layout, str]:
@@ -380,7 +386,9 @@ class AdoptSource:
             place = f"{self.folder / part.file}: " + (f"row {part.row} " if part.row >= 0 else "")
             place += f"{part.member} " if part.member else ""
             try:
-                arrays = self._layout.fields(part.role, self._files().arrays(part, kind))
+                held = self._files().arrays(part, kind)
+                with decode_errors(f"its arrays are not those of the layout {self._layout.name}"):
+                    arrays = self._layout.fields(part.role, held)
                 if twice := sorted(fields.keys() & arrays.keys()):
                     raise DecodeError(f"field {twice[0]!r} is in {files[twice[0]]} as well")
             except ChangedError:
@@ -393,6 +401,8 @@ class AdoptSource:
             files |= dict.fromkeys(arrays, part.file)
         first = listed.parts[0].file if listed.parts else listed.key
         for name, value in listed.values.items():
+            if not -(2**63) <= int(value) < 2**63:
+                raise DecodeError(f"{self.folder / first}: {name} {value} is beyond the range of int64")
             fields[name] = Array(np.asarray(value, np.int64), "int64")
             files[name] = first
         return fields, files
@@ -470,15 +480,9 @@ class AdoptSource:
         names, _ = Counter(frozenset(fields) for _, fields in seen).most_common(1)[0]
         alike = [(listed, fields) for listed, fields in seen if fields.keys() == names]
         order = list(alike[0][1])
-        schema = {name: self._field_of(name, alike) for name in order}
+        schema = self._with_time({name: self._field_of(name, alike) for name in order})
         if not schema:
             raise SourceError(f"{self.folder}: its files hold no arrays", hint="Name another layout")
-        if self._layout.name == "sample-pt":
-            steps = schema["latent"].shape[0]
-            return {
-                name: Field(shape=spec.shape, dtype=spec.dtype, time=spec.shape[:1] == (steps,))
-                for name, spec in sorted(schema.items())
-            }
         if unknown := sorted(self._rules.ragged.keys() - schema.keys()):
             raise ConfigError(f"ragged names {', '.join(unknown)}; the fields are {', '.join(schema)}")
         sizes = {name + SHAPE_SUFFIX: size_field(field) for name, field in schema.items() if field.folded}
@@ -488,6 +492,16 @@ class AdoptSource:
                 hint="Rename it in the files",
             )
         return schema | sizes
+
+    def _with_time(self, schema: Schema) -> Schema:
+        """Return the fields; axis 0 is time where it is as long as that of the layout's steps."""
+        steps = schema.get(self._layout.steps)
+        if steps is None or not steps.time:
+            return schema
+        return {
+            name: replace(spec, time=True) if spec.shape[:1] == steps.shape[:1] else spec
+            for name, spec in schema.items()
+        }
 
     def _field_of(self, name: str, alike: Sequence[tuple[ListedSample, Arrays]]) -> Field:
         """Return what most samples have under a name, with the axes along which they differ.

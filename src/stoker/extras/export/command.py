@@ -34,7 +34,7 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     records: Annotated[
         range | None,
         typer.Option(
-            parser=numbers_between, metavar="A:B", help="Sample numbers from A on and below B; default: all."
+            parser=numbers_between, metavar="A:B", help="Sample indices from A on and below B; default: all."
         ),
     ] = None,
     fields: Annotated[
@@ -55,7 +55,7 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """Write a cache as files of other libraries.
 
     Plain safetensors, or the memory-mapped layout that TensorDict.load_memmap reads; records in order of
-    number, every byte verified on the way, DIR appears complete or not at all. Exit code 4 when a record is
+    index, every byte verified on the way, DIR appears complete or not at all. Exit code 4 when a record is
     damaged, 6 when the disk has no room.
 
     \b

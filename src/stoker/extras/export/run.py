@@ -603,7 +603,7 @@ def export_cache(
     *,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write the records of a cache as files of another library, in order of their sample numbers.
+    """Write the records of a cache as files of another library, in order of their sample indices.
 
     Every byte is verified as it is read. `out` appears complete or not at all. After a stop at any moment,
     the same call starts again and removes what was left.

@@ -430,6 +430,11 @@ class SQLSource:
         """Return the keys of the rows as text; of several columns a JSON list."""
         return [self._shared.key(int(row)) for row in self._rows()]
 
+    @property
+    def keys_follow_identity(self) -> bool:
+        """True: they are columns of the rows that the identity, or `version_query`, stands for."""
+        return True
+
     def identity(self) -> SourceIdentity:
         """Return the rows in order, or what `version_query` gave, and the rules; neither URL nor place."""
         request = self._shared.request
