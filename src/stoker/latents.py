@@ -14,17 +14,19 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError
-from stoker.loader.assembly import MASK, OFFSETS, pack
+from stoker.errors import ConfigError, arg
+from stoker.loader.assembly import MASK, OFFSETS, PACKED, pack
 from stoker.loader.batch import RecordBatch
-from stoker.loader.choose import LENGTHS
+from stoker.loader.choose import START
 from stoker.loader.order import normal, uniform
 from stoker.loader.transform import FieldTransform
-from stoker.schema import FLOATS
+from stoker.schema import FLOATS, LENGTHS_SUFFIX, SHAPE_SUFFIX
 from stoker.sources.arguments import check_bool, check_int, check_number, check_numbers, parse_names
 
 LOGVAR_RANGE = (-30.0, 20.0)
-"""Logarithms of variances are held within these, as diffusers does: the exponential of more overflows."""
+"""Logarithms of variances are clamped to these, as in diffusers: the exponential of more overflows."""
+_SUFFIXES = (LENGTHS_SUFFIX, MASK, OFFSETS, SHAPE_SUFFIX, START)
+"""End the names of what a batch says about a field that is padded, packed or chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class DrawLatent(FieldTransform):
     An autoencoder gives a mean and a deviation for each value. With both in the cache no epoch sees the same
     latent twice. The fields of moments leave the batch. All is computed in float32. The noise follows from
     seed, epoch and example, and is equal on one kind of device; between a CPU and a GPU its last bits differ.
+    It is the same for lists, padded and packed records; padding stays as it is.
 
     Raises:
         ConfigError: More than one of `std`, `logvar` and `moments` is named, `dtype` is not a float, or
@@ -69,7 +72,7 @@ class DrawLatent(FieldTransform):
     random: bool = True
     """False: the mean itself, for validation."""
     dtype: str | None = None
-    """Name of the float dtype of the latent; None: that of the stored mean."""
+    """Name of the float dtype of the latent; None: that of the mean, float32 where it holds integers."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -96,25 +99,77 @@ class DrawLatent(FieldTransform):
         made = _copy(batch)
         for name in named:
             del made[name]
-        if isinstance(values[0], list):
-            rows = zip(*cast("list[list[Tensor]]", values), keys.split(1), strict=True)
-            made[self.name] = [self._drawn([row[None] for row in own], key)[0] for *own, key in rows]
+        if isinstance(values[0], Tensor):
+            for suffix in _SUFFIXES:
+                told, *_ = [made.pop(name + suffix, None) for name in named]
+                if told is not None:
+                    made[self.name + suffix] = told
+        by_channel = self.moments is not None or max(map(len, map(_listed, (self.scale, self.shift)))) > 1
+        if by_channel and {self.name + OFFSETS, self.name + SHAPE_SUFFIX} <= made.keys():
+            raise ConfigError(
+                f"DrawLatent: records of {named[0]!r} are packed without axes, and channels are one",
+                hint=f"Serve them with {arg('ragged', 'list')} or {arg('ragged', 'pad')}",
+            )
+        records = [_records(batch, name, own, "DrawLatent") for name, own in zip(named, values, strict=True)]
+        if any(own is not None for own in records):
+            rows = [own if one is None else one for own, one in zip(values, records, strict=True)]
+            latents = self._by_record(rows, keys)
+            made[self.name] = latents if isinstance(values[0], list) else torch.cat(latents)
+        elif self.name + MASK in made or self.name + LENGTHS_SUFFIX in made:
+            self._draw_padded(made, cast("list[Tensor]", values), keys)
         else:
             made[self.name] = self._drawn(cast("list[Tensor]", values), keys)
         return made
 
+    def _by_record(self, values: Sequence[Sequence[Tensor] | Tensor], keys: Tensor) -> list[Tensor]:
+        """Return the latent of each record, `values` by field and record."""
+        rows = zip(*values, keys.split(1), strict=True)
+        return [self._drawn([row[None] for row in own], key)[0] for *own, key in rows]
+
+    def _draw_padded(self, made: RecordBatch, values: list[Tensor], keys: Tensor) -> None:
+        """Put padded latents into a batch that says how its moments are padded."""
+        sizes: Tensor | None = made.get(self.name + SHAPE_SUFFIX)
+        if self.name + MASK in made:
+            mask: Tensor = made[self.name + MASK]
+        else:
+            places = torch.arange(values[0].shape[1], device=keys.device)
+            mask = places < made[self.name + LENGTHS_SUFFIX][:, None]
+        padded = values[0] if self.moments is None else self._halves(values[0])[0]
+        latent = padded.to(self._dtype_of(padded))
+        if sizes is None:  # rows are in the same places whatever the padding is
+            shown = mask.view(*mask.shape, *[1] * (latent.dim() - mask.dim()))
+            made[self.name] = torch.where(shown, self._drawn(values, keys), latent)
+            return
+        latent = latent.clone()
+        for place, (own, key) in enumerate(zip(sizes.tolist(), keys.split(1), strict=True)):
+            real = (place, *(slice(size) for size in own))
+            drawn = self._drawn([value[real][None] for value in values], key)[0]
+            latent[place][tuple(slice(size) for size in drawn.shape)] = drawn
+        made[self.name] = latent
+        channels = latent.dim() + self.axis
+        if self.moments is not None and channels < mask.dim():
+            made[self.name + MASK] = mask.chunk(2, dim=channels)[0]
+            made[self.name + SHAPE_SUFFIX] = sizes = sizes.clone()
+            sizes[:, channels - 1] //= 2
+
+    def _dtype_of(self, mean: Tensor) -> torch.dtype:
+        if self.dtype is not None:
+            return cast("torch.dtype", getattr(torch, self.dtype))
+        return mean.dtype if mean.is_floating_point() else torch.float32
+
+    def _halves(self, moments: Tensor) -> Sequence[Tensor]:
+        """Return means and log-variances of `moments`."""
+        if moments.dim() <= -self.axis or moments.shape[self.axis] % 2:
+            raise ConfigError(
+                f"DrawLatent: field {self.moments!r} has examples of shape {tuple(moments.shape[1:])}, "
+                f"which are not means and log-variances along axis {self.axis}",
+                hint="Give axis=, the axis of channels",
+            )
+        return moments.chunk(2, dim=self.axis)
+
     def _drawn(self, values: list[Tensor], keys: Tensor) -> Tensor:
         """Return the latents `(B, *shape)` of moments."""
-        if self.moments is not None:
-            whole = values[0]
-            if whole.dim() <= -self.axis or whole.shape[self.axis] % 2:
-                raise ConfigError(
-                    f"DrawLatent: field {self.moments!r} has examples of shape {tuple(whole.shape[1:])}, "
-                    f"which are not means and log-variances along axis {self.axis}",
-                    hint="Give axis=, the axis of channels",
-                )
-            values = [*whole.chunk(2, dim=self.axis)]
-        mean, spread = values
+        mean, spread = values if self.moments is None else self._halves(values[0])
         if mean.shape != spread.shape:
             raise ConfigError(
                 f"DrawLatent: means have the shape {tuple(mean.shape[1:])}, deviations "
@@ -128,7 +183,7 @@ class DrawLatent(FieldTransform):
             noise = normal(keys, math.prod(latent.shape[1:])).view(latent.shape)
             latent = noise.mul_(spread).add_(latent)
         latent = (latent - self._row(self.shift, latent)) * self._row(self.scale, latent)
-        return latent.to(mean.dtype if self.dtype is None else getattr(torch, self.dtype))
+        return latent.to(self._dtype_of(mean))
 
     def _row(self, numbers: float | Sequence[float], latent: Tensor) -> Tensor:
         """Return the numbers in the shape in which they meet a latent."""
@@ -139,6 +194,8 @@ class DrawLatent(FieldTransform):
                 f"others along axis {self.axis}",
                 hint="Give one number, or one for each channel",
             )
+        if len(found) == 1:  # a latent may have fewer axes
+            return _numbers_on(found, latent.device)
         return _numbers_on(found, latent.device).view(-1, *[1] * (-1 - self.axis))
 
 
@@ -151,7 +208,8 @@ class DropCondition(FieldTransform):
     """Replaces the conditions of an example by a null with probability `p`, for classifier-free guidance.
 
     One draw for all named fields: an example keeps all of them or loses all. A field of varying length takes
-    the length of its null, in a list, padded or packed.
+    the length of its null, in a list, padded or packed. With `batch_tokens` records keep their lengths, so
+    the null must be a number.
 
     Raises:
         ConfigError: `p` is not in 0 to 1, or the null lacks a field; later, a field is not in the batch or
@@ -223,15 +281,21 @@ class DropCondition(FieldTransform):
         for name in self._names:
             values = _field(batch, name, "DropCondition")
             null = self._null_of(name, values)
-            change = self._varying if isinstance(values, list) or name + OFFSETS in made else self._fixed
-            change(made, name, null, dropped)
+            if isinstance(null, Tensor) and not null.dim() and isinstance(values, list):
+                null = null.item()
+            if isinstance(values, list) or name + OFFSETS in made:
+                self._varying(made, name, null, dropped)
+            elif _has_tokens(batch, name, values, "DropCondition"):
+                self._by_tokens(made, name, null, dropped)
+            else:
+                self._fixed(made, name, null, dropped)
         return made
 
     def _fixed(self, made: RecordBatch, name: str, null: Any, dropped: Tensor) -> None:
         """Replace a field that is one tensor with an axis of examples, padded or not."""
         values = made[name]
         if isinstance(null, Tensor):
-            length = len(null) if name + LENGTHS in made else None
+            length = len(null) if name + LENGTHS_SUFFIX in made else None
             null = _on(null, values.device).to(values.dtype)
             if length is not None:
                 values, null = _same_length(values, null)
@@ -243,29 +307,44 @@ class DropCondition(FieldTransform):
         made[name] = torch.where(dropped.view(-1, *[1] * (values.dim() - 1)), null, values)
 
     def _tell_length(self, made: RecordBatch, name: str, length: int, padded: int, dropped: Tensor) -> None:
-        lengths: Tensor = made[name + LENGTHS]
-        made[name + LENGTHS] = torch.where(dropped, torch.full_like(lengths, length), lengths)
+        lengths: Tensor = made[name + LENGTHS_SUFFIX]
+        made[name + LENGTHS_SUFFIX] = torch.where(dropped, torch.full_like(lengths, length), lengths)
         if name + MASK in made:
             places = torch.arange(padded, device=dropped.device)
-            made[name + MASK] = places < made[name + LENGTHS][:, None]
+            made[name + MASK] = places < made[name + LENGTHS_SUFFIX][:, None]
+
+    def _by_tokens(self, made: RecordBatch, name: str, null: Any, dropped: Tensor) -> None:
+        """Replace the tokens of examples that are packed with others to a budget, by a number."""
+        if isinstance(null, Tensor):
+            raise ConfigError(
+                f"DropCondition: the null of {name!r} has the shape {tuple(null.shape)}, and records that "
+                "batch_tokens packed keep their lengths",
+                hint=f"Give a number as null, or {arg('ragged', 'pack')} and batch_size for batch_tokens",
+            )
+        values: Tensor = made[name]
+        sizes = made["cu_seqlens"].diff().long()
+        rows = dropped.repeat_interleave(sizes, output_size=len(values))
+        rows = rows.view(-1, *[1] * (values.dim() - 1))
+        number = torch.full((), null, dtype=values.dtype, device=values.device)
+        made[name] = torch.where(rows, number, values)
 
     def _varying(self, made: RecordBatch, name: str, null: Any, dropped: Tensor) -> None:
         """Replace examples of a field that comes as a list, or packed. Waits for a device, once."""
         packed = not isinstance(made[name], list)
         values = cast("list[Tensor]", made[name])
         if packed:
-            sizes: list[int] = made[name + OFFSETS].diff().tolist()
-            values = [*made[name].split(sizes)]
+            values = [*made[name].split(made[name + OFFSETS].diff().tolist())]
+        values = [*values]
         for place in dropped.nonzero().flatten().tolist():
             own = values[place]
-            if isinstance(null, Tensor) and null.shape[1:] != own.shape[1:]:
+            if isinstance(null, Tensor) and (null.dim() != own.dim() or null.shape[1:] != own.shape[1:]):
                 raise _unfit(name, null, ("any", *own.shape[1:]))
             new = (
                 _on(null, own.device).to(own.dtype)
                 if isinstance(null, Tensor)
                 else torch.full_like(own, null)
             )
-            values = [*values[:place], new, *values[place + 1 :]]
+            values[place] = new
         if packed:
             made[name], made[name + OFFSETS] = pack(values)
         else:
@@ -343,6 +422,39 @@ def _field(batch: Any, name: str, whose: str) -> Tensor | list[Tensor]:
     return batch[name]
 
 
+def _records(batch: Any, name: str, values: Tensor | list[Tensor], whose: str) -> Sequence[Tensor] | None:
+    """Return the values of each record of a field that is a list or packed; None: axis 0 is that of records.
+
+    Packed, it waits for a device.
+    """
+    if isinstance(values, list):
+        return values
+    offsets = batch.get(name + OFFSETS)
+    if offsets is None and _has_tokens(batch, name, values, whose):
+        offsets = batch["cu_seqlens"]
+    return None if offsets is None else values.split(offsets.diff().tolist())
+
+
+def _has_tokens(batch: Any, name: str, values: Tensor, whose: str) -> bool:
+    """Return True if the rows of a field are tokens of a batch made by `batch_tokens`.
+
+    Raises:
+        ConfigError: They may be tokens or records.
+    """
+    if not all(packed in batch for packed in PACKED):
+        return False
+    records, tokens = len(batch["cu_seqlens"]) - 1, len(batch["position_ids"])
+    if records != tokens or len(values) != tokens:
+        return len(values) == tokens
+    if batch["max_seqlen"] > 1:
+        raise ConfigError(
+            f"{whose}: {name!r} has {tokens} rows, and the batch has as many records as tokens: they may be "
+            "either",
+            hint="Leave records without tokens out with indices=",
+        )
+    return False  # a token for each record
+
+
 def _listed(values: float | Sequence[float]) -> tuple[float, ...]:
     return tuple(values) if isinstance(values, Sequence) else (values,)
 
@@ -357,4 +469,5 @@ def _numbers_on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on a device, kept as well."""
-    return tensor.to(device)
+    with torch.inference_mode(False):
+        return tensor.to(device)

@@ -107,7 +107,7 @@ SCALE_SUFFIX = ".scale"
 SHAPE_SUFFIX = ".shape"
 """Ends the name of the field that holds the sizes of a folded field's axes, int64."""
 LENGTHS_SUFFIX = ".lengths"
-"""Ends the name under which a call of an encoder has the lengths of a padded ragged field, `(n,)` int64."""
+"""Ends the name of the lengths of a field that is padded, or cut by a choice, in a batch: `(n,)` int64."""
 AXIS_WORDS = ("t", "p", "e", "k")
 """Axes of particles and meshes: time, points, edges, cells. Edges and cells hold numbers of points."""
 VARIES = "*"

@@ -298,6 +298,39 @@ def test_drop_last_leaves_full_batches(cache: Cache) -> None:
         Loader(cache, 40, batch_by="shape", drop_last=True)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("setting", [{"batch_size": 4, "batch_by": "shape"}, {"batch_tokens": 7}])
+def test_no_record_comes_twice_when_resuming_with_another_drop_last(
+    tmp_path: Path, setting: dict[str, Any], saved: bool
+) -> None:
+    cache = write_cache(tmp_path, {"u": [torch.ones(1 + n % 3) for n in range(103)]})
+    loader = Loader(cache, shuffle=True, drop_last=saved, **setting)
+    state = loader.state_dict(next(iter(loader)).position)
+
+    Loader(cache, shuffle=True, drop_last=saved, **setting).load_state_dict(state)
+    with pytest.raises(StaleStateError, match="drop_last"):
+        Loader(cache, shuffle=True, drop_last=not saved, **setting).load_state_dict(state)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("ranks", [{}, {"world_size": 2, "rank": 1, "shuffle": False}])
+def test_batches_of_one_size_resume_with_another_drop_last(
+    cache: Cache, saved: bool, ranks: dict[str, Any]
+) -> None:
+    made = {"shuffle": True, "seed": 3, **ranks}
+    every = [b["index"].tolist() for b in Loader(cache, 7, drop_last=False, **made)]
+    loader = Loader(cache, 7, drop_last=saved, **made)
+    passed = iter(loader)
+    first = [next(passed)["index"].tolist() for _ in range(2)]
+    other = Loader(cache, 7, drop_last=not saved, **made)
+    other.load_state_dict(loader.state_dict())
+
+    rest = [b["index"].tolist() for b in other]
+
+    assert first + rest == every[: 2 + len(rest)]
+    assert len(rest) == len(every) - 2 - (not saved)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -94,7 +94,7 @@ def permuted(key: int, size: int, place: int) -> int:
 
 def expected_rows(choice: Any, name: str, seed: int, epoch: int, example: int, size: int) -> list[int]:
     if isinstance(choice, OneOf):
-        if choice.random == "turn":
+        if choice.random == "rotate":
             return [(key_of(name, seed, 0, example) % size + epoch) % size]
         return [key_of(name, seed, epoch, example) % size if choice.random else 0]
     if isinstance(choice, Span):
@@ -170,9 +170,9 @@ CHOICES: dict[str, list[Any]] = {
         Span(6),
         Span(30, random=False),
     ],
-    "view": [OneOf(), OneOf("turn"), OneOf(random=False), Rows(2), Rows(None)],
-    "clip": [Span(4), Span(12), Span(4, random=False), Rows(3), Rows(9), Rows(11), OneOf("turn")],
-    "caption": [OneOf(), OneOf("turn"), Rows(2), OneOf(random=False)],
+    "view": [OneOf(), OneOf("rotate"), OneOf(random=False), Rows(2), Rows(None)],
+    "clip": [Span(4), Span(12), Span(4, random=False), Rows(3), Rows(9), Rows(11), OneOf("rotate")],
+    "caption": [OneOf(), OneOf("rotate"), Rows(2), OneOf(random=False)],
     "label": [],
 }
 
@@ -299,7 +299,7 @@ def rows_of(choice: Any, examples: Any, sizes: Any, epoch: int = 0, seed: int = 
 
 
 @pytest.mark.parametrize(
-    "choice", [Rows(3), Rows(40), Rows(5, random=False), Span(7), OneOf(), OneOf("turn")]
+    "choice", [Rows(3), Rows(40), Rows(5, random=False), Span(7), OneOf(), OneOf("rotate")]
 )
 @settings(max_examples=example_count(60), deadline=None)
 @given(sizes=st.lists(st.integers(1, 1 << 40), min_size=1, max_size=20), seed=st.integers(0, 1 << 62))
@@ -353,7 +353,7 @@ def test_epochs_examples_and_fields_draw_apart() -> None:
 @pytest.mark.parametrize("views", [1, 2, 5])
 def test_views_take_turns_and_each_comes_once_in_as_many_epochs(views: int) -> None:
     epochs = [
-        rows_of(OneOf("turn"), np.arange(300), np.full(300, views), epoch=epoch).start
+        rows_of(OneOf("rotate"), np.arange(300), np.full(300, views), epoch=epoch).start
         for epoch in range(3, 3 + views)
     ]
     assert (np.sort(np.stack(epochs), axis=0) == np.arange(views)[:, None]).all()
@@ -450,7 +450,7 @@ def test_quantized_rows_come_with_their_scales(
     for batch in Loader(cache, 1, tier="disk"):
         for name, values in served.items():
             values.append(batch[name][0])
-    choose: dict[Any, Any] = {"features": Rows(6), "view": OneOf("turn")}
+    choose: dict[Any, Any] = {"features": Rows(6), "view": OneOf("rotate")}
     for settings_ in ({}, {"dtype": "float16"}):
         loader = Loader(cache, 3, tier="disk", shuffle=True, seed=4, choose=choose, **settings_)
         move(loader, where)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows, disk
 from stoker.runtime import files
 from stoker.store import Cache
@@ -202,3 +203,36 @@ def test_the_system_is_told_once_a_shard_to_read_nothing_around_large_records(
         list(loader)
 
     assert advice.count(os.POSIX_FADV_RANDOM) == told
+
+
+@pytest.mark.parametrize("verify", ["always", "first", "off"])
+def test_a_large_record_is_compared_piece_by_piece_as_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_cache: PageCache, verify: Any
+) -> None:
+    page_cache.has = False
+    bags = [torch.randn(rows, 1000) for rows in (999, 64, 0, 301)]  # 4 MB and less
+    cache = write_cache(tmp_path, {"bag": bags})
+    sizes: list[int] = []
+    read = LocalFile.read_into
+
+    def noted(file: LocalFile, offset: int, out: memoryview[Any]) -> None:
+        sizes.append(len(out))
+        read(file, offset, out)
+
+    loader = Loader(cache, batch_size=2, tier="disk", verify=verify)
+    list(loader)
+    monkeypatch.setattr(LocalFile, "read_into", noted)
+    found = [bag for batch in loader for bag in batch["bag"]]
+
+    assert all(torch.equal(bag, wanted) for bag, wanted in zip(found, bags, strict=True))
+    assert max(sizes) <= disk.JOINED_BYTES
+    assert sum(sizes) >= sum(bag.nbytes for bag in bags)
+    assert len(sizes) < 40
+    shard = cache.path / cache.index.shards[0].file
+    place = cache.shard(0).columns["bag"].offset + 2_000_000
+    with shard.open("r+b") as file:
+        file.seek(place)
+        file.write(b"damaged")
+    if verify == "always":
+        with pytest.raises(CorruptError, match=r"'bag' of sample 0"):
+            list(loader)

@@ -154,6 +154,20 @@ def test_a_state_of_other_partners_is_refused(joined: stoker.Zip) -> None:
         stoker.Loader(other, 8, shuffle=True).load_state_dict(state)
 
 
+@pytest.mark.parametrize("field", ["text", "image.mean"])
+def test_a_state_of_other_choices_is_refused(joined: stoker.Zip, field: str) -> None:
+    def loader(count: int | None) -> stoker.Loader:
+        choose = None if count is None else {field: stoker.Rows(count)}
+        return stoker.Loader(joined, 8, shuffle=True, choose=choose)
+
+    for saved, other in ((1, 2), (1, None), (None, 1)):
+        made = loader(saved)
+        next(iter(made))
+        loader(saved).load_state_dict(made.state_dict())
+        with pytest.raises(StaleStateError, match=r"choose.*Rows\(count=1, random=True\)"):
+            loader(other).load_state_dict(made.state_dict())
+
+
 def test_transforms_and_settings_go_by_the_names_in_batches(joined: stoker.Zip) -> None:
     def double(batch: Any) -> Any:
         return {**batch, "label": batch["label"] * 2}

@@ -11,10 +11,10 @@ import torch
 
 import stoker
 from stoker.errors import ConfigError
-from stoker.loader import Loader, RecordBatch, Windows
-from stoker.loader.order import example_keys, uniform
+from stoker.loader import Loader, Pad, RecordBatch, Windows
+from stoker.loader.order import example_keys, normal, uniform
 from stoker.transforms import DrawLatent, DropCondition
-from tests.loader.caches import write_cache
+from tests.loader.caches import folded, write_cache
 
 COUNT = 2000
 KEYS = example_keys(0, 0, torch.arange(COUNT))
@@ -73,6 +73,97 @@ def test_latents_of_many_shapes_are_drawn_one_by_one() -> None:
     assert [tuple(one.shape) for one in made] == sizes
     alone = batch_of(mean=[torch.zeros(sizes[2])], std=[torch.ones(sizes[2])])
     assert torch.equal(DrawLatent()(alone, KEYS[2:3])["latent"][0], made[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_latents_are_those_of_the_distribution_of_diffusers(dtype: str) -> None:
+    vae = pytest.importorskip("diffusers.models.autoencoders.vae")
+    moments = torch.randn(6, 8, 3, 5, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    moments[0, 4:], moments[1, 4:] = 60, -60  # beyond what it clamps to
+
+    found = DrawLatent(moments="moments", scale=0.36, shift=0.11)(batch_of(moments=moments), KEYS[:6])
+
+    wanted = vae.DiagonalGaussianDistribution(moments.float())
+    noise = normal(KEYS[:6], 60).view(6, 4, 3, 5)
+    latents = (wanted.mean + wanted.std * noise - 0.11) * 0.36
+    assert found["latent"].dtype == moments.dtype
+    assert torch.allclose(found["latent"], latents.to(moments.dtype), rtol=1e-5)
+
+
+def test_means_that_are_integers_give_latents_with_fractions() -> None:
+    batch = batch_of(mean=torch.zeros(COUNT, 4, dtype=torch.int64), std=torch.ones(COUNT, 4))
+    latent = DrawLatent()(batch, KEYS)["latent"]
+    assert latent.std() > 0.5
+    assert latent.shape == (COUNT, 4)
+
+
+SIZES = [1 + 3 * number % 7 for number in range(12)]
+JOINS: list[dict[str, Any]] = [
+    {"batch_size": 4},
+    {"batch_size": 4, "ragged": "pad"},
+    {"batch_size": 3, "ragged": Pad(to=20, value=7)},
+    {"batch_size": 5, "ragged": "pack"},
+    {"batch_tokens": 12},
+]
+
+
+def records_of(batch: RecordBatch, name: str) -> list[torch.Tensor]:
+    """The records of a field, however they are joined."""
+    if isinstance(values := batch[name], list):
+        return values
+    if name + ".lengths" in batch:
+        assert (values[~batch[name + ".mask"]] == values.new_tensor(7 if values.shape[1] == 20 else 0)).all()
+        return [own[:length] for own, length in zip(values, batch[name + ".lengths"].tolist(), strict=True)]
+    offsets = batch["cu_seqlens"] if name + ".offsets" not in batch else batch[name + ".offsets"]
+    return [*values.split(offsets.diff().tolist())]
+
+
+@pytest.mark.parametrize("how", JOINS)
+@pytest.mark.parametrize("draw", [DrawLatent(scale=2.0, shift=1.0), DrawLatent(moments="both", axis=-1)])
+def test_an_example_has_the_same_latent_however_records_are_joined(
+    tmp_path: Path, how: dict[str, Any], draw: DrawLatent
+) -> None:
+    fields = {
+        "mean": [torch.randn(size, 3) for size in SIZES],
+        "std": [torch.rand(size, 3) for size in SIZES],
+        "both": [torch.randn(size, 6) for size in SIZES],
+    }
+    names = ["mean", "std"] if draw.moments is None else ["both"]
+    cache = write_cache(tmp_path, {name: fields[name] for name in names})
+    (whole,) = Loader(cache, 12, seed=5, transforms=draw)
+    wanted = dict(zip(whole["index"].tolist(), whole["latent"], strict=True))
+
+    for batch in Loader(cache, seed=5, shuffle=True, transforms=draw, **how):
+        assert not {name for name in batch if name.startswith(("mean", "std", "both"))}
+        for index, latent in zip(batch["index"].tolist(), records_of(batch, "latent"), strict=True):
+            assert torch.equal(latent, wanted[index])
+
+
+@pytest.mark.parametrize("draw", [DrawLatent(scale=2.0), DrawLatent(moments="both", scale=(1.0, 2.0))])
+def test_padding_to_the_largest_image_changes_no_latent(tmp_path: Path, draw: DrawLatent) -> None:
+    channels = 2 if draw.moments is None else 4
+    images = [torch.randn(channels, 1 + n % 3, 2 + n % 2) for n in range(8)]
+    names = ["mean", "std"] if draw.moments is None else ["both"]
+    fields = {key: value for name in names for key, value in folded(name, images, 3).items()}
+    cache = write_cache(tmp_path, fields, axes=dict.fromkeys(names, (str(channels), "*", "*")))
+    (whole,) = Loader(cache, 8, transforms=draw)
+
+    for batch in Loader(cache, 3, ragged="pad", shuffle=True, transforms=draw):
+        assert {"latent", "latent.mask", "latent.shape", "index"} == batch.keys()
+        for index, latent, mask, shape in zip(
+            batch["index"].tolist(), *(batch["latent" + end] for end in ("", ".mask", ".shape")), strict=True
+        ):
+            wanted = whole["latent"][index]
+            assert shape.tolist() == [*wanted.shape]
+            assert torch.equal(latent[mask].view(shape.tolist()), wanted)
+            assert not latent[~mask].any()
+    packed = Loader(cache, 3, ragged="pack", transforms=draw)
+    if draw.moments is None:
+        flat = [latent.flatten() for latent in whole["latent"][:3]]
+        assert torch.equal(next(iter(packed))["latent"], torch.cat(flat))
+    else:
+        with pytest.raises(ConfigError, match=r"'both' are packed without their axes.*ragged='pad'"):
+            list(packed)
 
 
 def test_each_epoch_draws_another_latent_and_ranks_and_resuming_change_nothing(tmp_path: Path) -> None:
@@ -289,3 +380,45 @@ def test_the_record_of_an_empty_caption_is_a_null_of_joined_caches(tmp_path: Pat
     (batch,) = Loader(joined, 5, transforms=DropCondition(fields, p=1.0, null=null))
     assert torch.equal(batch["clip.hidden"], record["hidden"].expand(5, 2, 3))
     assert torch.equal(batch["clip.pooled"], record["pooled"].expand(5, 3))
+
+
+def test_tokens_of_a_dropped_record_are_replaced_where_records_are_packed_to_a_budget(tmp_path: Path) -> None:
+    fields = {"ids": [torch.full((size,), n + 1) for n, size in enumerate(SIZES)], "label": torch.arange(12)}
+    cache = write_cache(tmp_path, fields)
+    drop = DropCondition(("ids", "label"), p=0.5, null={"ids": 0, "label": 99})
+    (whole,) = Loader(cache, 12, seed=2, transforms=drop)
+    gone = {n for n, label in enumerate(whole["label"].tolist()) if label == 99}
+    assert 2 < len(gone) < 10
+
+    for tokens in (9, 100):
+        for batch in Loader(cache, batch_tokens=tokens, seed=2, shuffle=True, transforms=drop):
+            for index, label, ids in zip(
+                batch["index"].tolist(), batch["label"].tolist(), records_of(batch, "ids"), strict=True
+            ):
+                assert label == (99 if index in gone else index)
+                assert ids.tolist() == [0 if index in gone else index + 1] * SIZES[index]
+
+
+def test_a_caption_of_another_length_cannot_take_the_place_of_tokens(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, {"text": [torch.randn(size, 2) for size in SIZES]})
+    for null in (torch.ones(3, 2), torch.ones(2)):
+        drop = DropCondition("text", p=0.5, null=null)
+        with pytest.raises(ConfigError, match=r"batch_tokens packed keep their lengths.*ragged='pack'"):
+            list(Loader(cache, batch_tokens=9, transforms=drop))
+
+
+def test_rows_that_may_be_tokens_or_records_are_refused(tmp_path: Path) -> None:
+    fields = {"ids": [torch.ones(size) for size in (2, 0, 1)], "label": torch.arange(3)}
+    cache = write_cache(tmp_path, fields)
+    for transform in (DropCondition("label", p=0.5, null=9), DrawLatent(mean="label", std="ids")):
+        with pytest.raises(ConfigError, match=r"'label' has 3 rows.*indices="):
+            list(Loader(cache, batch_tokens=4, transforms=transform))
+    ones = write_cache(tmp_path / "ones", {**fields, "ids": [torch.ones(1)] * 3})
+    (batch,) = Loader(ones, batch_tokens=3, transforms=DropCondition(("ids", "label"), p=1.0, null=5))
+    assert batch["ids"].tolist() == batch["label"].tolist() == [5, 5, 5]
+
+
+def test_a_number_in_a_tensor_is_a_null_of_any_length() -> None:
+    batch = batch_of(text=[torch.ones(3), torch.ones(1)])
+    made = DropCondition("text", p=1.0, null=torch.tensor(4.0))(batch, KEYS[:2])["text"]
+    assert [one.tolist() for one in made] == [[4, 4, 4], [4]]

@@ -25,6 +25,8 @@ from stoker.schema import FLOATS, Field, Json, Schema
 
 _SLACK = 1e-3
 """How far a float image may be outside its range, as a fraction of it: resizing may round."""
+_SCALING_FACTOR = 0.18215
+"""That of an `AutoencoderKL` whose config.json names none, such as those of Stable Diffusion 1."""
 
 
 class VAEEncoder(FolderEncoder):
@@ -103,7 +105,7 @@ class VAEEncoder(FolderEncoder):
     @property
     def scaling_factor(self) -> float:
         """The factor in `(latent - shift_factor) * scaling_factor`."""
-        return float(self._folder.config.get("scaling_factor") or 1.0)
+        return float(self._folder.config.get("scaling_factor", _SCALING_FACTOR) or 1.0)
 
     @property
     def shift_factor(self) -> float:

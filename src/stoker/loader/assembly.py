@@ -36,12 +36,12 @@ from stoker.loader.batch import (
     main_field,
     to_device,
 )
-from stoker.loader.choose import LENGTHS, Taken
+from stoker.loader.choose import Taken
 from stoker.loader.gather import RowConverter, make_converter
 from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
 from stoker.loader.records import stacked_fields
-from stoker.schema import SHAPE_SUFFIX, Schema
+from stoker.schema import LENGTHS_SUFFIX, SHAPE_SUFFIX, Schema
 from stoker.sources.arguments import check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
@@ -329,7 +329,7 @@ class BatchAssembly:
     def _cleared(self, batch: RecordBatch) -> RecordBatch:
         """Return the batch with zeros behind the rows of short records."""
         for name in self._short:
-            values, lengths = batch[name], batch[name + LENGTHS]
+            values, lengths = batch[name], batch[name + LENGTHS_SUFFIX]
             count = values.shape[1]
             if values.device.type == "cpu":
                 for place in (lengths < count).nonzero().flatten().tolist():
@@ -381,7 +381,7 @@ def _windows(
 
 
 MASK, OFFSETS = ".mask", ".offsets"
-"""With `LENGTHS`, end the names of what comes with a joined field."""
+"""With `LENGTHS_SUFFIX`, end the names of what comes with a joined field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -559,7 +559,7 @@ def make_joiner(options: Options, outputs: tuple[OutputSpec, ...], schema: Schem
     lists = {o.name: o for o in outputs if o.ragged and o.field not in stacked}
     how = ragged if isinstance(ragged, Pad) else Pad() if ragged == "pad" else None
     if ragged != "list" and lists:
-        added = {*PACKED} if tokens else {n + end for n in lists for end in (LENGTHS, MASK, OFFSETS)}
+        added = {*PACKED} if tokens else {n + end for n in lists for end in (LENGTHS_SUFFIX, MASK, OFFSETS)}
         if taken := sorted(added & {output.name for output in outputs}):
             by, also = (
                 (arg("batch_tokens"), "") if tokens else (f"ragged={ragged!r}", ", or take ragged='list'")
@@ -686,7 +686,7 @@ class Joiner:
         elif axes == 1:
             length = self.pad.length(max(map(len, tensors)))
             found = pad(tensors, length, self.pad.value_of(name))
-            made[name], made[name + LENGTHS], made[name + MASK] = found
+            made[name], made[name + LENGTHS_SUFFIX], made[name + MASK] = found
         else:
             made[name], made[name + MASK] = self._padded(name, tensors, range(axes))
 
@@ -728,7 +728,7 @@ class Joiner:
             of_points = schema[name].axes == ("p",)
             self._put(nodes, name, _shifted(tensors, counts) if shift else tensors, axes=1)
             if of_points:  # told by `points.*`
-                for end in (LENGTHS, MASK, OFFSETS):
+                for end in (LENGTHS_SUFFIX, MASK, OFFSETS):
                     nodes.pop(name + end, None)
         self._tell_apart(nodes, counts, states[main][0].device)
         made = {name: self._states(name, tensors, windows) for name, tensors in states.items()}
@@ -762,7 +762,7 @@ class Joiner:
             nodes[POINTS + BATCH] = to_device(np.repeat(np.arange(len(sizes)), sizes), device)
         elif self.pad is not None:
             length = self.pad.length(max(counts))
-            nodes[POINTS + LENGTHS] = to_device(sizes, device)
+            nodes[POINTS + LENGTHS_SUFFIX] = to_device(sizes, device)
             nodes[POINTS + MASK] = to_device(np.arange(length)[None] < sizes[:, None], device)
 
 

@@ -54,11 +54,15 @@ class BatchPlan:
         return begins, self.bounds[1:][rank :: self.world_size] - begins
 
 
+FULL_ONLY = ", drop_last"
+"""Added to the rule of a planner that leaves batches out: the others are then served in another order."""
+
+
 class BatchPlanner(ABC):
     """Makes the plan of each epoch, and keeps the last two. Safe to use from several threads."""
 
     text: str
-    """The rule, as a loader's state keeps it."""
+    """The rule, as a loader's state keeps it: what decides its batches, in addition to the order."""
     batch_size: int
     """Examples in a full batch of one rank; where they are packed, about."""
     global_batch: int
@@ -82,9 +86,9 @@ class BatchPlanner(ABC):
         Raises:
             ConfigError: There are too few examples to give each rank as many batches.
         """
-        found = self._plans.get(epoch)
-        if found is not None:
-            return found
+        plan = self._plans.get(epoch)
+        if plan is not None:
+            return plan
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if epoch not in self._plans:
                 plan = self._make(stream(self._seed, epoch))
@@ -104,7 +108,7 @@ class BatchPlanner(ABC):
             return np.arange(self._count, dtype=np.int64)
         return shuffled(self._count, base, HostArrays())(0, self._count)
 
-    def _in_turn(self, count: int, base: int) -> NDArray[np.int64]:
+    def _serving_order(self, count: int, base: int) -> NDArray[np.int64]:
         """Return `count` steps or batches in the order in which they are served."""
         if not self._shuffle:
             return np.arange(count)
@@ -149,7 +153,8 @@ class GroupPlanner(BatchPlanner):
             ConfigError: `drop_last` leaves no batch.
         """
         super().__init__(len(groups), seed=seed, world_size=world_size, shuffle=shuffle, drop_last=drop_last)
-        self.text, self.batch_size, self.global_batch = f"by {by}", batch_size, batch_size * world_size
+        self.text = f"by {by}" + (FULL_ONLY if drop_last else "")
+        self.batch_size, self.global_batch = batch_size, batch_size * world_size
         self._groups, self._counts = groups, np.bincount(groups)
         if drop_last and not (self._counts >= self.global_batch).any():
             raise ConfigError(
@@ -168,8 +173,8 @@ class GroupPlanner(BatchPlanner):
         order = self._order(base)
         grouped = order[np.argsort(self._groups[order], kind="stable")]
         begins, sizes = self._steps()
-        turn = self._in_turn(len(begins), base)
-        begin, size = begins[turn].reshape(-1), sizes[turn].reshape(-1)
+        step = self._serving_order(len(begins), base)
+        begin, size = begins[step].reshape(-1), sizes[step].reshape(-1)
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
         places = np.arange(bounds[-1]) + np.repeat(begin - bounds[:-1], size)
         return BatchPlan(ids=grouped[places], bounds=bounds, world_size=self._world_size)
@@ -178,25 +183,23 @@ class GroupPlanner(BatchPlanner):
         """Return first place in the grouped order, and size, of each batch of each step: `(steps, ranks)`."""
         ranks, full = self._world_size, self.global_batch
         first = np.cumsum(self._counts) - self._counts
-        whole, rest = self._counts // full, self._counts % full
+        full_steps, rest = self._counts // full, self._counts % full
         # Step by step in the order of the groups: those that are full, then what is left if ranks share it.
-        shared = (rest >= ranks) & (not self._drop_last)
-        steps = whole + shared
+        is_shared = (rest >= ranks) & (not self._drop_last)
+        steps = full_steps + is_shared
         group = np.repeat(np.arange(len(steps)), steps)
         place = np.arange(len(group)) - np.repeat(np.cumsum(steps) - steps, steps)
-        length = np.where(place < whole[group], full, rest[group])
+        length = np.where(place < full_steps[group], full, rest[group])
         begin = first[group] + place * full
-        few = [] if self._drop_last else np.flatnonzero((rest > 0) & ~shared).tolist()
-        least = int(
-            (-(-self._counts // self.batch_size)).sum()
-        )  # batches, if all are as large as they may be
-        if not self._drop_last and least + -least % ranks > self._count:
+        small = [] if self._drop_last else np.flatnonzero((rest > 0) & ~is_shared).tolist()
+        fewest = int((-(-self._counts // self.batch_size)).sum())  # batches, if all are as large as possible
+        if not self._drop_last and fewest + -fewest % ranks > self._count:
             raise self._refuse(f"{format_count(self._count, 'example')} in batches of {self.batch_size}")
         pool: list[tuple[int, int]] = []
-        for g in few:
-            pool += self._cut(int(first[g] + whole[g] * full), int(rest[g]))
+        for g in small:
+            pool += self._cut(int(first[g] + full_steps[g] * full), int(rest[g]))
         while -len(pool) % ranks > sum(size - 1 for _, size in pool):
-            # Too few examples to split: the last of the largest steps gives its own.
+            # Too few examples to split: those of the last of the largest steps are added.
             at = len(length) - 1 - int(np.argmax(length[::-1]))
             pool += self._cut(int(begin[at]), int(length[at]))
             begin, length = np.delete(begin, at), np.delete(length, at)
@@ -204,7 +207,7 @@ class GroupPlanner(BatchPlanner):
             at = max(range(len(pool)), key=lambda place: (pool[place][1], place))
             start, size = pool[at]
             pool[at : at + 1] = [(start, size - size // 2), (start + size - size // 2, size // 2)]
-        begins, sizes = self._shared(begin[:, None], length[:, None])
+        begins, sizes = self._parts(begin[:, None], length[:, None])
         mixed = np.array(pool, np.int64).reshape(-1, ranks, 2)
         return np.concatenate([begins, mixed[..., 0]]), np.concatenate([sizes, mixed[..., 1]])
 
@@ -213,7 +216,7 @@ class GroupPlanner(BatchPlanner):
         size = self.batch_size
         return [(begin + at, min(size, length - at)) for at in range(0, length, size)]
 
-    def _shared(self, begin: NDArray[np.int64], length: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def _parts(self, begin: NDArray[np.int64], length: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Return begin and size of each rank's part of steps: `(..., ranks)`."""
         cuts = length * np.arange(self._world_size + 1) // self._world_size
         return begin + cuts[..., :-1], np.diff(cuts, axis=-1)
@@ -251,7 +254,8 @@ class TokenPlanner(BatchPlanner):
         """
         super().__init__(len(lengths), seed=seed, world_size=world_size, shuffle=shuffle, drop_last=drop_last)
         self._lengths, self._budget = lengths, budget
-        self.text, self.global_batch = f"{budget} tokens", 0
+        self.text = f"{budget} tokens" + (FULL_ONLY if drop_last else "")
+        self.global_batch = 0
         self.batch_size = max(1, int(len(lengths) * budget // max(1, int(lengths.sum()))))
         self.batch_size = min(self.batch_size, max(1, len(lengths)))
 
@@ -266,45 +270,44 @@ class TokenPlanner(BatchPlanner):
         cuts = np.searchsorted(total, np.arange(window, int(total[-1]), window), side="right")
         batch_of, batches = np.empty(len(order), np.int64), 0
         for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(order)], strict=True):
-            own = best_fit(lengths[begin:end], self._budget)
-            batch_of[begin:end] = own + batches
-            batches += int(own.max(initial=-1)) + 1
-        turn = self._in_turn(batches, base)
+            batch_of[begin:end] = best_fit(lengths[begin:end], self._budget) + batches
+            batches = int(batch_of[begin:end].max(initial=batches - 1)) + 1
+        batch_order = self._serving_order(batches, base)
         if not self._shuffle:  # by the first record of each
-            turn = np.argsort(np.unique(batch_of, return_index=True)[1])
+            batch_order = np.argsort(np.unique(batch_of, return_index=True)[1])
         place = np.empty(batches, np.int64)
-        place[turn] = np.arange(batches)
-        served = place[batch_of]
-        sizes = np.bincount(served, minlength=batches)
-        ids = order[np.argsort(served, kind="stable")]
+        place[batch_order] = np.arange(batches)
+        place_of = place[batch_of]
+        sizes = np.bincount(place_of, minlength=batches)
+        ids = order[np.argsort(place_of, kind="stable")]
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        over = batches % self._world_size
+        surplus = batches % self._world_size
         if self._drop_last:
-            bounds = bounds[: len(bounds) - over]
+            bounds = bounds[: len(bounds) - surplus]
             if len(bounds) == 1:
                 raise ConfigError(
                     f"drop_last leaves no batch: batches of up to {self._budget} "
                     f"tokens, {batches} of them, are fewer than {self._world_size} ranks",
                     hint=f"Choose a smaller {arg('batch_tokens')}, or {arg('drop_last', False)}",
                 )
-        elif over:
-            bounds = self._split(bounds, self._world_size - over)
+        elif surplus:
+            bounds = self._split(bounds, self._world_size - surplus)
         return BatchPlan(ids=ids[: bounds[-1]], bounds=bounds, world_size=self._world_size)
 
     def _split(self, bounds: NDArray[np.int64], times: int) -> NDArray[np.int64]:
         """Return the bounds with the last batches of several records split in two, so that many more."""
-        found = bounds.tolist()
+        cuts = bounds.tolist()
         while times:
             before = times
-            for at in range(len(found) - 1, 0, -1):
-                if times and found[at] - found[at - 1] > 1:
-                    found.insert(at, (found[at - 1] + found[at] + 1) // 2)
+            for at in range(len(cuts) - 1, 0, -1):
+                if times and cuts[at] - cuts[at - 1] > 1:
+                    cuts.insert(at, (cuts[at - 1] + cuts[at] + 1) // 2)
                     times -= 1
             if times == before:
                 raise self._refuse(
                     f"{format_count(self._count, 'record')} in batches of up to {self._budget} tokens"
                 )
-        return np.array(found, np.int64)
+        return np.array(cuts, np.int64)
 
 
 def best_fit(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
@@ -320,12 +323,12 @@ def best_fit(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
     if not len(lengths):
         return np.empty(0, np.int64)
     order = np.argsort(-lengths, kind="stable")
-    found = np.empty(len(lengths), np.int64)
+    batch_of = np.empty(len(lengths), np.int64)
     # Room and number of each batch that may still take something, in one sorted list of whole numbers.
     bits = len(lengths).bit_length()
-    low, least = (1 << bits) - 1, int(lengths.min())
+    low, shortest = (1 << bits) - 1, int(lengths.min())
     rooms: list[int] = []
-    batches, placed = 0, list[int]()
+    batches, numbers = 0, list[int]()
     for length in lengths[order].tolist():
         at = bisect_left(rooms, length << bits)
         if at == len(rooms):
@@ -334,8 +337,8 @@ def best_fit(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
         else:
             entry = rooms.pop(at)
             room, batch = entry >> bits, entry & low
-        placed.append(batch)
-        if room - length >= max(1, least):
+        numbers.append(batch)
+        if room - length >= max(1, shortest):
             insort(rooms, (room - length) << bits | batch)
-    found[order] = placed
-    return found
+    batch_of[order] = numbers
+    return batch_of

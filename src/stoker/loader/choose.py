@@ -102,20 +102,20 @@ class OneOf:
     Examples:
         >>> import stoker, torch
         >>> data = [{"latent": torch.tensor([[number, 0], [number, 1]])} for number in range(3)]
-        >>> loader = stoker.cached(data, batch_size=3, choose={"latent": stoker.OneOf("turn")})
+        >>> loader = stoker.cached(data, batch_size=3, choose={"latent": stoker.OneOf("rotate")})
         >>> first, second = (next(iter(loader))["latent"] for _ in range(2))
         >>> first.shape, (first + second).tolist()  # the other view in the second epoch
         (torch.Size([3, 2]), [[0, 1], [2, 1], [4, 1]])
     """
 
-    random: bool | Literal["turn"] = True
-    """True: any view, drawn again in each epoch. `"turn"`: another one in each epoch, so that an example
+    random: bool | Literal["rotate"] = True
+    """True: any view, drawn again in each epoch. `"rotate"`: the next view in each epoch, so that an example
     shows each of its k views once in any k epochs. False: view 0, for validation."""
 
     def __post_init__(self) -> None:
         """Refuse other words."""
-        if self.random not in (True, False, "turn"):
-            raise ConfigError(f"OneOf(random={self.random!r})", hint='Expected True, False or "turn"')
+        if self.random not in (True, False, "rotate"):
+            raise ConfigError(f"OneOf(random={self.random!r})", hint='Expected True, False or "rotate"')
 
 
 Choice: TypeAlias = "Rows | Span | OneOf"
@@ -133,8 +133,8 @@ def _check_count(what: str, count: object) -> None:
 # The choices of a loader, checked.
 
 
-LENGTHS, START = ".lengths", ".start"
-"""End the names of what comes with a chosen field."""
+START = ".start"
+"""With `LENGTHS_SUFFIX`, ends the names of what comes with a chosen field."""
 
 
 class Taken(Enum):
@@ -223,7 +223,7 @@ def _unreadable(given: object) -> ConfigError:
 
 
 def resolve_choices(given: Choices, cache: Cache, *, windowed: bool) -> Choices:
-    """Return the choices for a cache: those given, and views that it stores in turn; without those of all.
+    """Return the choices for a cache: those that read a part, and stored variants, which rotate.
 
     Raises:
         ConfigError: A choice does not fit its fields, or examples are windows.
@@ -231,7 +231,7 @@ def resolve_choices(given: Choices, cache: Cache, *, windowed: bool) -> Choices:
     named = {name for group in given for name in group.fields}
     variants: Mapping[str, int] = cache.variants
     stored = () if windowed else tuple(name for name in variants if name not in named)
-    views = tuple(FieldGroup(fields=(name,), choice=OneOf("turn")) for name in stored)
+    views = tuple(FieldGroup(fields=(name,), choice=OneOf("rotate")) for name in stored)
     found = tuple(g for g in (*given, *views) if not (isinstance(g.choice, Rows) and g.choice.count is None))
     if given and windowed:
         raise ConfigError(
@@ -383,15 +383,15 @@ def chosen_rows(group: FieldGroup, seed: int, epoch: int, examples: Any, sizes: 
         sizes: Rows of each record, `(n,)` int64.
     """
     choice, count = group.choice, group.count
-    turn = isinstance(choice, OneOf) and choice.random == "turn"
+    rotates = isinstance(choice, OneOf) and choice.random == "rotate"
     places = _arange(count, sizes)[None, :]
     wide = sizes[:, None]
     if isinstance(choice, OneOf):
         rows = wide * 0
         if choice.random:
-            keys = _keys(group, seed, 0 if turn else epoch, examples)
+            keys = _keys(group, seed, 0 if rotates else epoch, examples)
             rows = remainders(keys, sizes)[:, None]
-            rows = (rows + epoch) % wide if turn else rows
+            rows = (rows + epoch) % wide if rotates else rows
     elif isinstance(choice, Span):
         room = _at_least(sizes - count, 0)
         keys = _keys(group, seed, epoch, examples) if choice.random else None

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
-from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, Joiner, Pad, check_lengths, make_joiner
+from stoker.loader.assembly import MASK, OFFSETS, Joiner, Pad, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, main_field, number_examples
 from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
 from stoker.loader.choose import check_sizes
@@ -52,6 +52,7 @@ from stoker.loader.records import (
 from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
 from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
+from stoker.schema import LENGTHS_SUFFIX
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
         choices=options.choose,
     )
     named = [o.name for o in outputs if o.role not in STATES]
-    named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
+    named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS_SUFFIX, MASK, OFFSETS)]
     columns = () if cache.joined is None else cache.joined.schema
     if taken := [name for name in named if name in columns]:
         from stoker.store.joins import rename_hint

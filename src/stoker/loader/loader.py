@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
-from stoker.loader.choose import resolve_choices
+from stoker.loader.choose import describe_choices, resolve_choices
 from stoker.loader.options import Options, check_cache, refuse_workers, take_dataloader_arguments
 from stoker.loader.order import order_text
 from stoker.loader.prefetch import PendingStrip, Strips
@@ -22,7 +22,7 @@ from stoker.loader.records import joined_indices
 from stoker.loader.serving import FillServing, Repairer, Serving, begin_serving
 from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import BatchFinisher, ColumnAdder, FixedBatch, Transform
-from stoker.loader.zipped import BatchZipper, Zip, members_of
+from stoker.loader.zipped import BatchZipper, Member, Zip, members_of
 from stoker.store.access import Table
 from stoker.store.cache import open_cache
 from stoker.units import format_bytes, format_count
@@ -189,7 +189,8 @@ class Loader(EpochIterable):
         cache = given.main if isinstance(given, Zip) else given
         if members:
             first = next(iter(members.values()))
-            options, self._names = first.options, first.names
+            zipped = _with_choices(first.options.zipped, [*members.values()][1:])
+            options, self._names = replace(first.options, zipped=zipped), first.names
         else:
             choose = resolve_choices(options.choose, cache, windowed=options.windowed)
             options = replace(options, choose=choose)
@@ -434,6 +435,14 @@ class Loader(EpochIterable):
         """Serve the cache as a complete one, if it is by now, or when it is."""
         if (cache := self._serving.complete(wait=wait)) is not None:
             self._serving = Serving(cache, self._options, self._repairer)
+
+
+def _with_choices(zipped: Sequence[str], partners: Sequence[Member]) -> tuple[str, ...]:
+    """Return what a state keeps of the other caches, with the parts that are read of their records."""
+    chosen = [describe_choices(one.options.choose) for one in partners]
+    return tuple(
+        text if one is None else f"{text}, choose {one}" for text, one in zip(zipped, chosen, strict=True)
+    )
 
 
 def _follower(cache: Cache, options: Options, design: Design) -> Loader:

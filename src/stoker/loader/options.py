@@ -96,7 +96,7 @@ class Options:
     follow: Order | None = None
     """The order of another loader, of whose examples these are the partners; None: an order of its own."""
     zipped: tuple[str, ...] = ()
-    """Says which records of which other caches come with these, for the state."""
+    """Says which records of which other caches come with these, and what is read of them, for the state."""
 
     @property
     def windowed(self) -> bool:

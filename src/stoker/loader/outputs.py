@@ -19,9 +19,18 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader.batch import STATES, Role, Windows, check_conditions, condition_width, state_fields
-from stoker.loader.choose import LENGTHS, START, Choices, FieldGroup, OneOf, Taken
+from stoker.loader.choose import START, Choices, FieldGroup, OneOf, Taken
 from stoker.loader.chunks import RECORD
-from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
+from stoker.schema import (
+    FLOATS,
+    LENGTHS_SUFFIX,
+    SCALE_SUFFIX,
+    SHAPE_SUFFIX,
+    Field,
+    Schema,
+    scale_field,
+    without_points,
+)
 from stoker.sources.arguments import check_int, check_number
 from stoker.units import KIB
 
@@ -345,7 +354,7 @@ def _chosen(output: OutputSpec, field: Field, group: FieldGroup, schema: Schema)
             )
     count = () if isinstance(group.choice, OneOf) else (group.count,)
     found = [_rows_of(replace(output, role=Role.FIELD), group, count)]
-    told = {LENGTHS: Taken.LENGTHS} if group.tells_lengths(field) else {}
+    told = {LENGTHS_SUFFIX: Taken.LENGTHS} if group.tells_lengths(field) else {}
     told |= {START: Taken.START} if group.tells_start else {}
     for end, taken in told.items():
         if output.name + end in schema:

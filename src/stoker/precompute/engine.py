@@ -411,8 +411,9 @@ def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload] 
     }
     if isinstance(encoder, Mapping):
         refuse_alone(wait=wait, engine=engine, part=part, name=name, keys=[*encoder])
+        defaults = precompute.__kwdefaults__ or {}
         wishes = [
-            _wish(f"{name}_{key}", source, one, shared, settings_of(key, [*encoder], of_cache))
+            _wish(f"{name}_{key}", source, one, shared, settings_of(key, [*encoder], of_cache, defaults))
             for key, one in encoder.items()
         ]
         reports = run_together(source, wishes, cache_dir)

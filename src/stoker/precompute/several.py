@@ -70,12 +70,16 @@ def refuse_alone(
         )
 
 
-_DEFAULTS = {"compression": "none", "fields": (), "keep": (), "augment": (), "variant_seed": 0}
-"""Of settings that are not None by default."""
-
-
-def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(
+    key: str, keys: Sequence[str], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the settings of one cache of several: those for all, and its entries in mappings by key.
+
+    Args:
+        key: Of the cache.
+        keys: Of all caches.
+        given: Settings by name.
+        defaults: Settings by name of a cache without an entry in a mapping.
 
     Raises:
         ConfigError: A mapping has a key that no encoder has.
@@ -95,7 +99,7 @@ def settings_of(key: str, keys: Sequence[str], given: Mapping[str, Any]) -> dict
         if key in of_caches:
             found[name] = of_caches[key]
         else:
-            found[name] = _DEFAULTS.get(name)
+            found[name] = defaults[name]
     return found
 
 
