@@ -88,11 +88,11 @@ def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> 
     return RecordTable(indices=numbers, shard=shard, row=row, chosen=chosen)
 
 
-def no_indices() -> ConfigError:
-    """Return the error for a selection of records without any."""
+def no_indices(caches: str | None = None) -> ConfigError:
+    """Return the error for `indices=` without any, or for joined caches without a record."""
     return ConfigError(
-        "indices= is empty, so there is nothing to serve",
-        hint="Give at least one sample index. From where() come none if no record meets its condition",
+        f"{'indices=' if caches is None else caches} is empty, so there is nothing to serve",
+        hint="Give at least one sample. From where() come none if no record meets its condition",
     )
 
 

@@ -500,13 +500,8 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
             raise MissingRecordError(
                 f"indices= names sample {wanted[~is_joined][0]}, which is not among those of {joined!r}"
             )
-    if not len(joined):
-        raise ConfigError(
-            f"{joined!r} is empty, so there is nothing to serve",
-            hint="From where() comes no record if none meets its condition",
-        )
     if not len(place):
-        raise no_indices()
+        raise no_indices(None if len(joined) else repr(joined))
     partners = tuple(
         f"{name}: {cache.fingerprint} {xxhash.xxh3_64_hexdigest(joined.indices_in[name][place].data)}"
         for name, cache in [*joined.caches.items()][1:]
