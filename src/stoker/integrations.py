@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.loader.batch import map_tensors
+from stoker.loader.loader import place_of
 
 __all__ = ["as_dataloader", "to_jax", "to_numpy"]
 
@@ -156,23 +157,23 @@ class _BatchDataset(Dataset[Any]):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._pass: Iterator[Any] = iter(())
-        self._place = (-1, -1)
+        self._next = (-1, -1)
+        """Epoch and number of the batch that the pass gives next."""
 
     def __getitem__(self, number: int) -> Any:
-        loader = self._loader
-        place = (loader.epoch, number * int(cast("int", loader.state_dict()["global_batch"])))
-        if number == 0 or place != self._place:
-            if (loader.epoch, 0) < self._place < place:
+        loader, epoch = self._loader, self._loader.epoch
+        if number == 0 or self._next != (epoch, number):
+            if self._next[0] == epoch and 0 < self._next[1] < number:
                 raise ConfigError(
                     f"batch {number} was asked for instead of the next one, so something shares the batches "
                     "out among ranks",
                     hint="A loader gives the batches of its own rank: make it with rank= and world_size=, "
                     "and leave it out of `prepare`",
                 )
-            loader.load_state_dict(loader.state_dict(place))
+            loader.load_state_dict(loader.state_dict(place_of(loader, epoch, number)))
             self._pass = iter(loader)
         batch = next(self._pass)
-        self._place = loader.position
+        self._next = (epoch, number + 1)
         return batch
 
 

@@ -21,6 +21,7 @@ from stoker.loader.choose import START
 from stoker.loader.order import normal, uniform
 from stoker.loader.transform import FieldTransform
 from stoker.schema import FLOATS, LENGTHS_SUFFIX, SHAPE_SUFFIX
+from stoker.sources.arguments import check_bool, check_int, check_number, check_numbers, parse_names
 
 LOGVAR_RANGE = (-30.0, 20.0)
 """Logarithms of variances are clamped to these, as in diffusers: the exponential of more overflows."""
@@ -78,15 +79,16 @@ class DrawLatent(FieldTransform):
         given = [name for name in ("std", "logvar", "moments") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"DrawLatent has {' and '.join(given)}", hint="Name one of them")
-        numbers = (*_listed(self.scale), *_listed(self.shift))
-        if not all(math.isfinite(number) for number in numbers):
-            raise ConfigError(
-                f"DrawLatent(scale={self.scale!r}, shift={self.shift!r})", hint="Expected finite numbers"
-            )
+        check_numbers("DrawLatent: scale", self.scale)
+        check_numbers("DrawLatent: shift", self.shift)
+        check_bool("DrawLatent: random", self.random)
+        names = (self.mean, self.name, *(getattr(self, name) for name in given))
+        parse_names("DrawLatent: a field", names, "the name of a field")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ConfigError(
                 f"DrawLatent(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
             )
+        check_int("DrawLatent: axis", self.axis)
         if self.axis >= 0:
             raise ConfigError(f"DrawLatent(axis={self.axis})", hint="Count from the last: -3 for (C, H, W)")
 
@@ -226,23 +228,51 @@ class DropCondition(FieldTransform):
     """Fields that are dropped together."""
     p: float
     """Probability, 0 to 1."""
-    null: Null = 0
+    null: Null | None = None
     """A number, a tensor of the shape of one example, or one of these by field, such as the record of an
-    empty caption, `cache[0]`. A number keeps the length of a field of varying length."""
+    empty caption, `cache[0]`. A number keeps the length of a field of varying length. None: 0 for fields of
+    floats; fields of integers or bools need one that is named, for their 0 is a value like any other."""
 
     def __post_init__(self) -> None:
         """Refuse a wrong probability, and a null without one of the fields."""
-        if not 0 <= self.p <= 1:
-            raise ConfigError(f"DropCondition(p={self.p!r})", hint="Expected a probability, 0 to 1")
-        if isinstance(self.null, Mapping) and (lost := [n for n in self._names if n not in self.null]):
-            raise ConfigError(
-                f"DropCondition: the null has no {lost[0]!r}, it has {', '.join(map(str, self.null))}",
-                hint="Give what stands for no condition of each field",
-            )
+        names = parse_names("DropCondition: fields", self.fields, "the name of a field")
+        check_number("DropCondition: p", self.p, least=0, most=1)
+        if not isinstance(self.null, Mapping):
+            _check_null(self.null, "null")
+            return
+        for name in names:
+            if name not in self.null:
+                raise ConfigError(
+                    f"DropCondition: the null has no {name!r}, it has {', '.join(map(str, self.null))}",
+                    hint=_hint_at_names(name, self.null),
+                )
+            _check_null(self.null[name], f"null of {name!r}")
 
     @property
     def _names(self) -> Sequence[str]:
         return [self.fields] if isinstance(self.fields, str) else self.fields
+
+    def _null_of(self, name: str, values: Tensor | list[Tensor]) -> Any:
+        """Return what stands for no condition in a field.
+
+        Raises:
+            ConfigError: The field cannot hold it, or none is named for a field of integers or bools.
+        """
+        null = self.null[name] if isinstance(self.null, Mapping) else self.null
+        dtype = (values[0] if isinstance(values, list) else values).dtype
+        if null is None and not dtype.is_floating_point:
+            known = False if dtype == torch.bool else min(1000, torch.iinfo(dtype).max)
+            raise ConfigError(
+                f"DropCondition: null= is left out, and field {name!r} holds {dtype}, where 0 is a value "
+                "like any other",
+                hint=f"Name what stands for no condition, as null={{{name!r}: {known}}}",
+            )
+        if null is not None and not _fits(null, dtype):
+            raise ConfigError(
+                f"DropCondition: field {name!r} of {dtype} cannot hold the null {null!r}",
+                hint=f"Give another by field, as null={{{name!r}: 0}}",
+            )
+        return 0 if null is None else null
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
         """Return the batch with some conditions dropped."""
@@ -250,7 +280,7 @@ class DropCondition(FieldTransform):
         made = _copy(batch)
         for name in self._names:
             values = _field(batch, name, "DropCondition")
-            null = self.null[name] if isinstance(self.null, Mapping) else self.null
+            null = self._null_of(name, values)
             if isinstance(null, Tensor) and not null.dim() and isinstance(values, list):
                 null = null.item()
             if isinstance(values, list) or name + OFFSETS in made:
@@ -319,6 +349,36 @@ class DropCondition(FieldTransform):
             made[name], made[name + OFFSETS] = pack(values)
         else:
             made[name] = values
+
+
+def _check_null(null: object, what: str) -> None:
+    if null is not None and not isinstance(null, Tensor | bool):
+        check_number(f"DropCondition: the {what}", null, finite=False)
+
+
+def _hint_at_names(name: str, null: Mapping[str, Any]) -> str:
+    """Return what to do about a null that lacks a field, or has it by its name before caches were joined."""
+    cache, dot, field = name.rpartition(".")
+    if dot and field in null:
+        return (
+            "In batches of joined caches fields have other names. For the record of an empty caption give "
+            f'null={{f"{cache}.{{name}}": value for name, value in record.items()}}'
+        )
+    return f"Give what stands for no condition of each field, as null={{{name!r}: ...}}"
+
+
+@lru_cache(maxsize=64)
+def _fits(null: Any, dtype: torch.dtype) -> bool:
+    """Return True if a dtype can hold a null; floats may be rounded. Kept: a GPU would be waited for."""
+    given = null.detach().cpu() if isinstance(null, Tensor) else torch.tensor(null, dtype=torch.float64)
+    if dtype.is_floating_point:
+        return bool((given.isfinite() == given.to(dtype).float().isfinite()).all())
+    if isinstance(null, Tensor):
+        return torch.equal(given.to(dtype).to(given.dtype), given)
+    if dtype == torch.bool:
+        return null in (0, 1)
+    info = torch.iinfo(dtype)
+    return null == null // 1 and info.min <= null <= info.max
 
 
 def _same_length(values: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,19 @@ from stoker.errors import ConfigError
 from stoker.latents import DrawLatent, DropCondition
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
 from stoker.loader.order import bits, child_keys, integers, normal, uniform
-from stoker.loader.transform import FieldTransform, ImageCut, run
+from stoker.loader.transform import FieldTransform, ImageCut, as_transforms, run
 from stoker.runtime.threads import Pool
 from stoker.schema import FLOATS
+from stoker.sources.arguments import (
+    check_axes,
+    check_bool,
+    check_fields,
+    check_int,
+    check_number,
+    check_numbers,
+    check_size,
+    parse_list,
+)
 from stoker.sources.image_geometry import Rules
 
 if TYPE_CHECKING:
@@ -216,11 +226,11 @@ class Normalize(FieldTransform):
     """Tensors to change; None: the states of windows, or the only field of records."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a wrong mean, std or dtype."""
-        if not all(math.isfinite(value) for value in _listed(self.mean)):
-            raise ConfigError(f"Normalize(mean={self.mean!r})", hint="Expected finite numbers")
-        if not all(value > 0 and math.isfinite(value) for value in _listed(self.std)):
-            raise ConfigError(f"Normalize(std={self.std!r})", hint="Expected finite numbers above 0")
+        """Raise ConfigError for a wrong mean, std, axis or dtype."""
+        check_numbers("Normalize: mean", self.mean)
+        check_numbers("Normalize: std", self.std, above=0)
+        check_axes((self.axis,))
+        check_fields(self, self.fields)
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ConfigError(
                 f"Normalize(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
@@ -232,7 +242,7 @@ class Normalize(FieldTransform):
 
         Args:
             cache: Whose statistics; give the cache of the train split for the other splits too.
-            name: The field; None: the one that windows are cut from, and the states made of it.
+            name: The field; None: the one with time, that windows are cut from, and the states made of it.
             dtype: Name of the float dtype that comes out, as of `Normalize`.
 
         Raises:
@@ -245,6 +255,13 @@ class Normalize(FieldTransform):
             >>> Normalize.of(stoker.precompute(data, None, "caches", name="pairs"), "x").mean
             (2.0, 4.0)
         """
+        if name is None and not any(one.evolves for one in cache.schema.values()):
+            known_fields = [repr(one) for one in cache.statistics]
+            raise ConfigError(
+                f"Normalize.of: no field of {cache.path} has time, so it is not clear which is meant",
+                hint=f"Name it, as Normalize.of(cache, {known_fields[0] if known_fields else 'name'}); there "
+                f"are {', '.join(known_fields) or 'none'}",
+            )
         field_name = time_field(cache.schema, None) if name is None else name
         known: Mapping[str, Any] = cache.statistics.get(field_name, {})
         found: Mapping[str, Any] = known.get("channels", known)
@@ -301,8 +318,8 @@ class Noise(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong deviation."""
-        if not all(math.isfinite(value) and value >= 0 for value in _listed(self.std)) or self.std == ():
-            raise ConfigError(f"Noise(std={self.std!r})", hint="Expected finite numbers of at least 0")
+        check_numbers("Noise: std", self.std, least=0)
+        check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with noise on it."""
@@ -377,8 +394,11 @@ class Views(FieldTransform):
 
     def __post_init__(self) -> None:
         """Refuse less than one view."""
-        if self.count < 1:
-            raise ConfigError(f"Views(count={self.count})", hint="Expected at least 1")
+        check_int("Views: count", self.count, least=1)
+        if not as_transforms(self.transforms):
+            raise ConfigError(
+                "Views without transforms", hint="Give what makes a view, as transforms=[Noise(0.1)]"
+            )
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with `count` views of each example."""
@@ -431,8 +451,10 @@ class Flip(FieldTransform):
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong axis or probability."""
         check_axes((self.axis,))
-        if not 0 <= self.p <= 1:
-            raise ConfigError(f"Flip(p={self.p!r}): a probability is needed, 0..1")
+        check_number("Flip: p, a probability,", self.p, least=0, most=1)
+        for channel in parse_list("Flip: negate", self.negate, "places of channels, as (0,)"):
+            check_int("Flip: negate", channel, least=0)
+        check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with some of its examples mirrored."""
@@ -489,6 +511,7 @@ class Roll(FieldTransform):
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong axis."""
         check_axes(self.axes)
+        check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with every example shifted."""
@@ -535,6 +558,12 @@ class Crop(FieldTransform):
         check_axes(self.axes)
         if self.border not in get_args(Border):
             raise ConfigError(f"Crop(border={self.border!r})", hint=f"Expected {', '.join(get_args(Border))}")
+        check_fields(self, self.fields)
+        check_int("Crop: padding, at each edge,", self.padding)
+        for size in (
+            (self.size,) if isinstance(self.size, int) else parse_list("Crop: size", self.size, "numbers")
+        ):
+            check_int("Crop: size", size)
         if min(self._sizes) < 1 or self.padding < 0 or len(self._sizes) != len(self.axes):
             raise ConfigError(
                 f"Crop(size={self.size!r}, axes={tuple(self.axes)}, padding={self.padding})",
@@ -600,8 +629,19 @@ class Take(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong axis or a step below 1."""
+        given = cast("object", self.slices)
+        ends = [
+            end
+            for one in (given.values() if isinstance(given, Mapping) else (None,))
+            for end in ((one.start, one.stop, one.step) if isinstance(one, slice) else ("none",))
+        ]
+        if not all(end is None or (isinstance(end, int) and not isinstance(end, bool)) for end in ends):
+            raise ConfigError(
+                f"Take: slices is {given!r}", hint="Expected a slice by axis, as {-2: slice(0, 64, 4)}"
+            )
         check_axes(tuple(self.slices))
-        if any((one.step or 1) < 1 for one in self.slices.values()):
+        check_fields(self, self.fields)
+        if any(one.step is not None and one.step < 1 for one in self.slices.values()):
             raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1", hint="Mirror with Flip")
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
@@ -662,22 +702,6 @@ def padded(values: Tensor, axis: int, padding: int, border: Border) -> Tensor:
     return torch.cat((before, values, after), axis)
 
 
-def check_axes(axes: Sequence[int]) -> None:
-    """Refuse axes that are not counted from the last, or come twice.
-
-    Raises:
-        ConfigError: As said.
-    """
-    if isinstance(axes, int):
-        raise ConfigError(f"axes are {axes}", hint=f"Expected a list, as ({axes},)")
-    if not axes or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
-        raise ConfigError(
-            f"axes are {tuple(axes)}",
-            hint="Expected different negative numbers, counted from the last: -3 and -2 are height and "
-            "width of (H, W, C)",
-        )
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Turn stored images into images of one size: decode encoded ones, crop those of one short side.
 
@@ -720,6 +744,9 @@ class Decode(FieldTransform):
     def __init__(
         self, size: tuple[int, int], *, field: str = "image", threads: int | None = None, **rules: Any
     ) -> None:
+        check_size("Decode", size)
+        if threads is not None:
+            check_int("Decode: threads", threads, least=1)
         self._rules = Rules(size=size, **rules)
         if self._rules.fit == "short":
             raise ConfigError(
@@ -790,6 +817,11 @@ class CropImages(FieldTransform):
     """(height, width) in pixels, no more than the short side."""
     random: bool = True
     """True: each example at a place of its own, any as likely as another. False: in the middle."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a size."""
+        check_size("CropImages", self.size)
+        check_bool("CropImages: random", self.random)
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
         """Return the batch with its images cropped."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -7,7 +9,7 @@ from stoker.errors import ConfigError
 from stoker.integrations import as_dataloader
 from stoker.loader import Loader
 from stoker.store import Cache
-from tests.integrations.passes import EPOCHS, make_cache, sequence
+from tests.integrations.passes import EPOCHS, make_cache, make_varied_cache, sequence
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,37 @@ def test_skipping_is_a_change_of_position(cache: Cache, changes: dict[str, int])
     rest = [batch["index"].tolist() for batch in skipping]
     assert rest == sequence(make(cache, **changes))[size + 3 : 2 * size]
     assert loader.epoch == 2
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return make_varied_cache(tmp_path_factory.mktemp("v"))
+
+
+@pytest.mark.parametrize("ranks", [{}, {"rank": 1, "world_size": 2}], ids=["", "ranks"])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "setting", [{"batch_by": "kind"}, {"batch_by": "kind", "drop_last": True}, {"batch_tokens": 9}], ids=str
+)
+def test_batches_of_varying_size_come_as_without_it_and_may_be_skipped(
+    varied: Cache, setting: dict[str, Any], shuffle: bool, ranks: dict[str, int]
+) -> None:
+    size = 1 if "batch_tokens" in setting else 2 if "drop_last" in setting else 4
+    setting = {"batch_size": size, "shuffle": shuffle, **setting, **ranks}
+    plain = sequence(Loader(varied, **setting))
+    if "drop_last" not in setting:
+        assert len({len(batch) for batch in plain}) > 1
+
+    data = as_dataloader(Loader(varied, **setting))
+    assert [batch["index"].tolist() for _ in range(EPOCHS) for batch in data] == plain
+
+    first = len(Loader(varied, **setting))
+    for count in range(first):
+        fresh = as_dataloader(Loader(varied, **setting))
+        skipping = DataLoader(
+            fresh.dataset, batch_sampler=Skip(fresh.batch_sampler, count), collate_fn=fresh.collate_fn
+        )
+        assert [batch["index"].tolist() for batch in skipping] == plain[count:first]
 
 
 def test_nothing_but_a_loader_is_taken(cache: Cache) -> None:

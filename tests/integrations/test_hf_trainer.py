@@ -11,7 +11,7 @@ import torch
 from stoker.integrations import as_dataloader
 from stoker.loader import Loader
 from stoker.store import Cache
-from tests.integrations.passes import EPOCHS, make_cache, sequence
+from tests.integrations.passes import EPOCHS, make_cache, make_varied_cache, sequence
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'stoker[trainers]'")
 transformers = pytest.importorskip(  # after accelerate: it takes longest, and is of no use alone
@@ -85,4 +85,22 @@ def test_a_run_resumed_after_any_update_goes_on_as_if_unbroken(
 
         trained = step // updates * 5 + step % updates * batches
         assert resumed.seen == whole.seen[trained:]
+        assert torch.equal(resumed.model.mean, whole.model.mean)
+
+
+@pytest.mark.parametrize("setting", [{"batch_by": "kind", "batch_size": 4}, {"batch_tokens": 9}], ids=str)
+def test_a_run_trains_on_batches_of_varying_size_and_resumes(tmp_path: Path, setting: dict[str, Any]) -> None:
+    cache = make_varied_cache(tmp_path)
+
+    def fit_varied(folder: str, resume: str | None = None) -> Trainer:
+        trainer = Trainer(Loader(cache, seed=3, shuffle=True, **setting), tmp_path / folder)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = fit_varied("whole")
+    assert whole.seen == sequence(Loader(cache, seed=3, shuffle=True, **setting))
+
+    for step in range(1, len(whole.seen), 5):
+        resumed = fit_varied("again", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert resumed.seen == whole.seen[step:]
         assert torch.equal(resumed.model.mean, whole.model.mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stoker.loader.order import RankShare
 from stoker.plan import Resources
 from stoker.plan.resources import resolve_device
 from tests.kit.orders import in_order
+from tests.loader.caches import write_cache
 
 
 class Numbers:
@@ -52,12 +54,90 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         ({"windows": (1, 1)}, r"windows is \(1, 1\)\. Expected stoker\.Windows\(stride=1, horizon=1\)"),
         ({"transforms": "flip"}, r"transforms is 'flip'.*Expected functions"),
         ({"transforms": [1]}, r"transforms is \[1\]"),
+        ({"batch_size": True}, r"batch_size is True"),
+        ({"seed": False}, r"seed is False"),
+        ({"drop_last": "no"}, r"drop_last is 'no'\. Expected True or False"),
+        ({"drop_last": 1}, r"drop_last is 1"),
+        ({"static": "no"}, r"static is 'no'"),
+        ({"pin_memory": "no"}, r"pin_memory is 'no'"),
+        ({"timeout": -1}, r"timeout is -1\. Expected .* at least 0"),
+        ({"timeout": "5"}, r"timeout is '5'"),
+        ({"timeout": float("nan")}, r"timeout is nan"),
+        ({"reserve_bytes": True}, r"reserve_bytes is True"),
+        ({"reserve_bytes": float("inf")}, r"reserve_bytes is inf"),
+        ({"meter": "on"}, r"meter is 'on'"),
+        ({"weights": ["1"] * 10}, r"weights are of <U1"),
+        ({"weights": {1: 2}}, r"weights are of object"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
 def test_a_malformed_argument_is_named(cache: stoker.Cache, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         stoker.Loader(cache, **{"shuffle": True, **changes})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: stoker.Rows(5, random="no"), "random is 'no'"),
+        (lambda: stoker.Rows(5, random=1), "random is 1"),
+        (lambda: stoker.Rows(True), r"Rows\(True\)"),
+        (lambda: stoker.Rows(2**31), str(2**31)),
+        (lambda: stoker.Span(5, random=None), "random is None"),
+        (lambda: stoker.Span(True), r"Span\(True\)"),
+        (lambda: stoker.Windows(stride=True), "stride is True"),
+        (lambda: stoker.Windows(horizon=(True, 2)), r"horizon is \[True, 2\]"),
+        (lambda: stoker.Windows(field=1), "field is 1"),
+        (lambda: stoker.Weights([1.0], samples=1.5), r"samples is 1\.5"),
+        (lambda: stoker.Weights([1.0], replacement="no"), "replacement is 'no'"),
+        (lambda: stoker.Pad(to=True), r"Pad\(to=True\)"),
+        (lambda: stoker.Pad(value="0"), "value is '0'"),
+        (lambda: stoker.Pad(value={"x": None}), "value is None"),
+        (lambda: stoker.Normalization(mean="0.5", std=1), r"mean is '0\.5'"),
+        (lambda: stoker.Normalization(mean=0, std=True), "std is True"),
+        (lambda: stoker.Normalization(mean=0, std=1, divisor="255"), "divisor is '255'"),
+        (lambda: stoker.Normalization(mean=0, std=1, axis=-1.5), r"axis is -1\.5"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"choose": {"bag": stoker.Rows(10**9)}},
+        {"choose": {"bag": stoker.Span(10**9)}},
+        {"ragged": stoker.Pad(to=10**9)},
+    ],
+    ids=str,
+)
+def test_batches_that_no_memory_holds_are_refused_before_any_is_made(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    bags = write_cache(tmp_path, {"bag": [torch.ones(2 + n, 512) for n in range(4)]})
+    with pytest.raises(ConfigError, match=r"1000000000.* batches of .*TiB"):
+        stoker.Loader(bags, 4, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fraction": True}, "fraction is True"),
+        ({"fraction": None}, "fraction"),
+        ({"seed": "0"}, "seed is '0'"),
+    ],
+)
+def test_a_subset_takes_numbers(cache: stoker.Cache, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        stoker.subset(cache, **{"fraction": 0.5, **settings})
+
+
+@pytest.mark.parametrize("examples", ["8", 1.5, True, 0])
+def test_the_length_of_a_mixtures_epoch_is_a_number(cache: stoker.Cache, examples: Any) -> None:
+    with pytest.raises(ConfigError, match=f"epoch_examples is {re.escape(repr(examples))}"):
+        stoker.Mixture([cache, cache], 4, names=["a", "b"], mode="weighted", epoch_examples=examples)
 
 
 def test_numbers_of_numpy_count_and_the_state_stays_json(cache: stoker.Cache) -> None:

@@ -270,6 +270,26 @@ def test_a_state_is_of_one_rule_and_of_equal_steps(tmp_path: Path) -> None:
         ragged.load_state_dict(state)
 
 
+def test_a_state_of_other_steps_says_what_continues_and_another_epoch_may_begin(cache: Cache) -> None:
+    two = Loader(cache, 8, batch_by="shape", shuffle=True, rank=0, world_size=2)
+    state = two.state_dict(next(iter(two)).position)
+    one = Loader(cache, 8, batch_by="shape", shuffle=True)
+    for allow in (False, True):
+        with pytest.raises(StaleStateError, match=r"global_batch 16 there, 8 here") as refused:
+            one.load_state_dict(state, allow_rebatch=allow)
+        assert "allow_rebatch" not in str(refused.value)
+        assert "2 ranks of batch_size=8" in str(refused.value)
+    one.set_epoch(0)  # as the hint says
+    assert sorted(i for b in one for i in b["index"].tolist()) == [*range(COUNT)]
+
+    list(two)  # from one epoch to the next, whatever a step was
+    with pytest.raises(StaleStateError, match="allow_rebatch=True"):
+        one.load_state_dict(two.state_dict())
+    one.load_state_dict(two.state_dict(), allow_rebatch=True)
+    assert one.position == (1, 0)
+    assert sorted(i for b in one for i in b["index"].tolist()) == [*range(COUNT)]
+
+
 def test_drop_last_leaves_full_batches(cache: Cache) -> None:
     loader = Loader(cache, 8, batch_by="shape", shuffle=True, drop_last=True)
     batches = list(loader)
@@ -327,6 +347,19 @@ def test_batches_of_one_size_resume_with_another_drop_last(
 def test_what_makes_no_sense_together_is_refused(cache: Cache, setting: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Loader(cache, **{"batch_size": 4, "batch_by": "shape", **setting})
+
+
+def test_means_by_channel_of_images_of_many_sizes_are_for_the_transform(cache: Cache) -> None:
+    each = {"mean": (0.5, -0.5), "std": (1.0, 2.0)}
+    with pytest.raises(ConfigError, match=r"2 means for axis -3 .*\(2, \*, \*\).*Normalize") as refused:
+        Loader(cache, 4, batch_by="shape", normalize={"image": stoker.Normalization(**each)})
+    assert "batch_by='shape'" in str(refused.value)
+    change = stoker.transforms.Normalize(**each, axis=-3, fields=["image"])
+    for plain, made in zip(  # as the hint says
+        Loader(cache, 4, batch_by="shape"), Loader(cache, 4, batch_by="shape", transforms=change), strict=True
+    ):
+        mean, std = (torch.tensor(numbers).view(2, 1, 1) for numbers in each.values())
+        assert torch.allclose(made["image"], (plain["image"] - mean) / std)
 
 
 def test_a_mixture_and_one_shape_for_all_are_refused(cache: Cache, tmp_path: Path) -> None:

@@ -131,5 +131,5 @@ def test_a_state_of_other_draws_is_refused(cache: Cache, other: Weights) -> None
 def test_what_cannot_be_drawn_is_refused(cache: Cache) -> None:
     with pytest.raises(ConfigError, match="24 examples cannot be drawn without repeats: 23 of 24 have"):
         Loader(cache, weights=Weights(values=[0.0] + [1.0] * 23, replacement=False))
-    with pytest.raises(ConfigError, match=r"samples=0\). Expected at least 1"):
+    with pytest.raises(ConfigError, match="samples is 0"):
         Weights(values=[1.0], samples=0)

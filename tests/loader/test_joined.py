@@ -16,7 +16,7 @@ from torch import Tensor
 
 import stoker
 from stoker.encoders.wrappers import keep_fields
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, StaleStateError
 from stoker.store import Cache
 from stoker.store.joins import join_table
 from tests.kit.orders import in_order
@@ -364,3 +364,35 @@ def test_a_column_called_known_has_a_mask_like_any_other(cache: Cache, tmp_path:
     with pytest.raises(ConfigError, match="'well_known'"):
         join_table(cache, rows, key="id", columns=both, on="id", missing="mask")
     assert join_table(cache, rows, key="id", columns={"well": both["well"]}, on="id", missing="mask").joined
+
+
+def test_batches_may_go_by_a_joined_column_and_unknown_is_not_class_zero(tmp_path: Path) -> None:
+    made = write_cache(tmp_path, {"x": [torch.ones(1 + n % 4) * n for n in range(12)]})
+    rows = "".join(f"{n},{n % 2}\n" for n in range(9))
+    (tmp_path / "labels.csv").write_text(f"n,kind\n{rows}")
+    joined = join_table(made, tmp_path / "labels.csv", key="n", columns={"kind": "int64"}, missing="mask")
+
+    loader = stoker.Loader(joined, 3, batch_by="kind", shuffle=True)
+    batches = list(loader)
+
+    assert sorted(n for batch in batches for n in batch["index"].tolist()) == [*range(12)]
+    assert all(isinstance(batch["x"], list) for batch in batches)
+    for batch in batches:
+        assert len({(n % 2 if n < 9 else None) for n in batch["index"].tolist()}) == 1
+    again = stoker.Loader(joined, 3, batch_by="kind", shuffle=True)
+    again.load_state_dict(loader.state_dict(batches[0].position))
+    assert [b["index"].tolist() for b in again] == [b["index"].tolist() for b in batches[1:]]
+
+    (tmp_path / "labels.csv").write_text(f"n,kind\n{rows.replace('4,0', '4,1')}")
+    other = join_table(made, tmp_path / "labels.csv", key="n", columns={"kind": "int64"}, missing="mask")
+    with pytest.raises(StaleStateError, match="by kind"):
+        stoker.Loader(other, 3, batch_by="kind", shuffle=True).load_state_dict(
+            loader.state_dict(batches[0].position)
+        )
+
+
+def test_batches_do_not_go_by_a_joined_column_of_fractions(cache: Cache, tmp_path: Path) -> None:
+    joined = join_table(cache, table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS, on="id")
+    assert len(list(stoker.Loader(joined, 4, batch_by="label"))) == 4
+    with pytest.raises(ConfigError, match="weight"):
+        stoker.Loader(joined, 4, batch_by="weight")

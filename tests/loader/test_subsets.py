@@ -56,5 +56,12 @@ def test_no_fraction_is_refused(cache: Cache, fraction: float) -> None:
 
 
 def test_a_share_in_words_is_refused(cache: Cache) -> None:
-    with pytest.raises(ConfigError, match=r"fraction '10%'. Expected a number"):
+    with pytest.raises(ConfigError, match=r"fraction is '10%'"):
         subset(cache, "10%")  # type: ignore[arg-type]
+
+
+def test_an_empty_selection_is_named_and_nothing_is_said_to_be_missing(cache: Cache) -> None:
+    for indices in ([], cache.where("sample_index > 100000")):
+        with pytest.raises(ConfigError, match="indices= is empty") as refused:
+            Loader(cache, batch_size=4, indices=indices)
+        assert "precompute" not in str(refused.value)

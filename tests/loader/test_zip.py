@@ -204,6 +204,14 @@ def test_indices_and_weights_are_those_of_the_first_cache(joined: stoker.Zip) ->
         assert {*batch["index"].tolist()} <= {4, 8}
 
 
+def test_an_empty_selection_of_joined_caches_is_named(joined: stoker.Zip) -> None:
+    with pytest.raises(ConfigError, match="indices= is empty"):
+        stoker.Loader(joined, 4, indices=[])
+    for none in (joined.where("sample_index > 100000"), joined.select([])):
+        with pytest.raises(ConfigError, match=r"0 records.* is empty"):
+            stoker.Loader(none, 4)
+
+
 def test_missing_partners_are_named_before_training(tmp_path: Path) -> None:
     one = stored(tmp_path, "one", [{"x": torch.ones(1)}] * 4, ["a", "b", "c", "d"])
     two = stored(tmp_path, "two", [{"y": torch.ones(1)}] * 2, ["a", "c"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import stoker
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Pad, RecordBatch, Windows
 from stoker.loader.order import example_keys, normal, uniform
@@ -160,7 +162,7 @@ def test_padding_to_the_largest_image_changes_no_latent(tmp_path: Path, draw: Dr
         flat = [latent.flatten() for latent in whole["latent"][:3]]
         assert torch.equal(next(iter(packed))["latent"], torch.cat(flat))
     else:
-        with pytest.raises(ConfigError, match=r"'both' are packed without their axes.*ragged='pad'"):
+        with pytest.raises(ConfigError, match=r"'both' are packed .*ragged='pad'"):
             list(packed)
 
 
@@ -193,9 +195,15 @@ def test_each_epoch_draws_another_latent_and_ranks_and_resuming_change_nothing(t
     ("how", "says"),
     [
         ({"std": "std", "logvar": "l"}, "std and logvar"),
-        ({"scale": float("inf")}, "Expected finite numbers"),
+        ({"scale": float("inf")}, "Expected a finite number"),
+        ({"scale": "x"}, "scale is 'x'.*number"),
+        ({"scale": []}, "scale is"),
+        ({"shift": [1.0, "2"]}, "shift is .*'2'.*number"),
+        ({"random": "no"}, "random is 'no'.*True or False"),
+        ({"mean": 1}, "the name of a field"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"axis": 1}, "Count from the last"),
+        ({"axis": "1"}, "axis is '1'"),
     ],
 )
 def test_contradicting_settings_are_refused(how: dict[str, Any], says: str) -> None:
@@ -295,10 +303,83 @@ def test_a_null_that_does_not_fit_is_refused() -> None:
         DropCondition("tokens", p=1.0, null=torch.ones(2, 4))(batch, KEYS[:4])
     with pytest.raises(ConfigError, match="the null has no 'tokens', it has text"):
         DropCondition(("text", "tokens"), p=1.0, null={"text": 0})
-    with pytest.raises(ConfigError, match=r"p=1\.5.*0 to 1"):
-        DropCondition("text", p=1.5)
     with pytest.raises(ConfigError, match="'caption'"):
         DropCondition("caption", p=1.0)(batch, KEYS[:4])
+
+
+@pytest.mark.parametrize("p", [1.5, -0.1, "0.1", None, True, [0.5], float("nan")])
+def test_what_is_no_probability_is_refused(p: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(repr(p))}.*0 to 1"):
+        DropCondition("text", p=p)
+
+
+NUMBERS: dict[str, torch.Tensor] = {
+    "label": torch.arange(4),
+    "byte": torch.arange(4).to(torch.uint8),
+    "mask": torch.ones(4, dtype=torch.bool),
+    "half": torch.ones(4).half(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "null"),
+    [
+        ("label", 0.5),
+        ("label", float("nan")),
+        ("label", 2**63),
+        ("label", torch.tensor(0.5)),
+        ("byte", -1),
+        ("byte", 256),
+        ("byte", torch.tensor(256)),
+        ("mask", 2),
+        ("mask", torch.tensor(2)),
+        ("half", 1e6),
+        ("half", torch.tensor(1e6)),
+    ],
+)
+def test_a_null_that_the_dtype_cannot_hold_is_refused(name: str, null: Any) -> None:
+    batch = batch_of(**NUMBERS)
+    for given in (null, {name: null}):
+        with pytest.raises(ConfigError, match=f"'{name}' of {NUMBERS[name].dtype} cannot hold the null"):
+            DropCondition(name, p=1.0, null=given)(batch, KEYS[:4])
+
+
+@pytest.mark.parametrize(
+    ("name", "null"), [("label", 1000), ("label", 0), ("byte", 255), ("mask", False), ("half", 0.5)]
+)
+def test_a_null_that_the_dtype_holds_is_taken(name: str, null: Any) -> None:
+    made = DropCondition(name, p=1.0, null=null)(batch_of(**NUMBERS), KEYS[:4])
+    assert made[name].tolist() == [null] * 4
+
+
+@pytest.mark.parametrize("name", ["label", "byte", "mask"])
+def test_integers_and_bools_need_a_null_that_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}'.*null=\{{'{name}': ") as refused:
+        DropCondition(name, p=0.5)(batch_of(**NUMBERS), KEYS[:4])
+    known = eval(str(refused.value).split("as null=")[1].rstrip("."))  # the hint, followed literally
+    DropCondition(name, p=0.5, null=known)(batch_of(**NUMBERS), KEYS[:4])
+
+
+@pytest.mark.parametrize("null", ["0", [1], {"text": "0"}, {"text": [0.0]}])
+def test_a_null_is_a_number_or_a_tensor(null: Any) -> None:
+    with pytest.raises(ConfigError, match="null"):
+        DropCondition("text", p=0.5, null=null)
+
+
+def test_the_record_of_an_empty_caption_is_a_null_of_joined_caches(tmp_path: Path) -> None:
+    text = {"hidden": torch.randn(5, 2, 3), "pooled": torch.randn(5, 3)}
+    clip = write_cache(tmp_path, text, name="clip")
+    image = write_cache(tmp_path, {"latent": torch.randn(5, 2)}, name="image")
+    joined, record = stoker.zip(image=image, clip=clip, on="index"), clip[0]
+    fields = ("clip.hidden", "clip.pooled")
+
+    with pytest.raises(ConfigError, match=r"no 'clip\.hidden', it has hidden") as refused:
+        DropCondition(fields, p=1.0, null=record)
+    null = eval(str(refused.value).split("give null=")[1].rstrip("."), {"record": record})
+
+    (batch,) = Loader(joined, 5, transforms=DropCondition(fields, p=1.0, null=null))
+    assert torch.equal(batch["clip.hidden"], record["hidden"].expand(5, 2, 3))
+    assert torch.equal(batch["clip.pooled"], record["pooled"].expand(5, 3))
 
 
 def test_tokens_of_a_dropped_record_are_replaced_where_records_are_packed_to_a_budget(tmp_path: Path) -> None:
@@ -329,7 +410,7 @@ def test_a_caption_of_another_length_cannot_take_the_place_of_tokens(tmp_path: P
 def test_rows_that_may_be_tokens_or_records_are_refused(tmp_path: Path) -> None:
     fields = {"ids": [torch.ones(size) for size in (2, 0, 1)], "label": torch.arange(3)}
     cache = write_cache(tmp_path, fields)
-    for transform in (DropCondition("label", p=0.5), DrawLatent(mean="label", std="ids")):
+    for transform in (DropCondition("label", p=0.5, null=9), DrawLatent(mean="label", std="ids")):
         with pytest.raises(ConfigError, match=r"'label' has 3 rows.*indices="):
             list(Loader(cache, batch_tokens=4, transforms=transform))
     ones = write_cache(tmp_path / "ones", {**fields, "ids": [torch.ones(1)] * 3})

@@ -8,7 +8,7 @@ import torch
 from stoker.errors import ConfigError
 from stoker.loader import Loader, RecordBatch, WindowBatch, Windows
 from stoker.loader.order import example_keys
-from stoker.transforms import Noise, Normalize
+from stoker.transforms import Crop, CropImages, Decode, Flip, Noise, Normalize, Roll, Take, Views
 from tests.loader.caches import trajectories, write_cache
 
 KEYS = example_keys(0, 0, torch.arange(64))
@@ -67,6 +67,13 @@ def test_normalize_by_the_statistics_of_the_cache(tmp_path: Path) -> None:
         Normalize.of(cache, "u")
 
 
+def test_statistics_of_records_without_time_want_the_name_of_a_field(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, {"x": torch.randn(6, 2), "y": torch.randn(6, 2)})
+    with pytest.raises(ConfigError, match=r"Normalize\.of\(cache, 'x'\).*'x', 'y'") as refused:
+        Normalize.of(cache)
+    assert "windows" not in str(refused.value)
+
+
 def test_statistics_of_the_window_field_are_for_all_its_states(tmp_path: Path) -> None:
     fields = {name: v for name, v in trajectories().items() if name in ("latent", "nu")}
     fields["latent"] = fields["latent"].float() * torch.tensor([1.0, 2, 3, 4, 5, 0]) + 7
@@ -122,6 +129,33 @@ def test_noise_of_other_fields_is_their_own() -> None:
         (lambda: Normalize(mean=(0.0, 1.0), std=1.0)(records(x=torch.zeros(64, 3)), KEYS), "2 channels"),
         (lambda: Normalize(mean=(0.0, 1.0), std=1.0)(records(x=torch.zeros(64)), KEYS), "2 channels"),
         (lambda: Noise(std=-1.0), "at least 0"),
+        (lambda: Normalize(mean="0.5", std=1.0), r"mean is '0\.5'"),
+        (lambda: Normalize(mean=0.0, std=None), "std is None"),
+        (lambda: Normalize(mean=[], std=1.0), r"mean is \[\]"),
+        (lambda: Normalize(mean=0.0, std=1.0, axis=1), r"\(1,\).*negative"),
+        (lambda: Normalize(mean=0.0, std=1.0, fields=1), "fields is 1"),
+        (lambda: Noise(std="1"), "std is '1'"),
+        (lambda: Noise(std=True), "std is True"),
+        (lambda: Noise(std=1.0, fields=()), r"fields is \(\)"),
+        (lambda: Flip(p="0.5"), r"'0\.5'"),
+        (lambda: Flip(p=True), "True"),
+        (lambda: Flip(negate=1), "negate is 1"),
+        (lambda: Roll(axes=(-1.5,)), r"-1\.5"),
+        (lambda: Crop("6"), "size is '6'"),
+        (lambda: Crop((6, 1.5)), r"size is 1\.5"),
+        (lambda: Crop(6, padding="1"), "'1'"),
+        (lambda: Crop(6, axes=None), "None"),
+        (lambda: Take({-1: 3}), "slices is"),
+        (lambda: Take({-1: slice(0, 4, 1.5)}), "slices is"),
+        (lambda: Take(None), "slices is None"),
+        (lambda: Views(transforms="x"), "transforms is 'x'"),
+        (lambda: Views(transforms=()), "Views without transforms"),
+        (lambda: Views(transforms=[Noise(1.0)], count=1.5), r"count is 1\.5"),
+        (lambda: Decode(224), "size is 224"),
+        (lambda: Decode((224, 0)), "size is 0"),
+        (lambda: Decode((224, 224), threads=-1), "threads is -1"),
+        (lambda: CropImages("224"), "size is '224'"),
+        (lambda: CropImages((224, 224), random="no"), "random is 'no'"),
         (lambda: Noise(std=(1.0, 2.0))(records(x=torch.zeros(64, 3)), KEYS), "2 deviations"),
         (lambda: Noise(std=1.0)(records(x=torch.zeros(64, dtype=torch.uint8)), KEYS), "before it"),
     ],
@@ -129,3 +163,10 @@ def test_noise_of_other_fields_is_their_own() -> None:
 def test_settings_that_cannot_be_are_refused(make, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+def test_one_field_may_be_named_without_a_list() -> None:
+    batch = records(long=torch.zeros(64, 3), other=torch.zeros(64, 3))
+    made = Noise(1.0, fields="long")(batch, KEYS)
+    assert made["long"].any()
+    assert not made["other"].any()

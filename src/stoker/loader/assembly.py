@@ -42,6 +42,7 @@ from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
 from stoker.loader.records import stacked_fields
 from stoker.schema import LENGTHS_SUFFIX, SHAPE_SUFFIX, Schema
+from stoker.sources.arguments import check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
 
@@ -409,7 +410,9 @@ class Pad:
     def __post_init__(self) -> None:
         """Refuse lengths below 1."""
         for name, size in (("to", self.to), ("multiple", self.multiple)):
-            if size is not None and (not isinstance(cast("object", size), int) or size < 1):
+            if size is not None and (
+                not isinstance(cast("object", size), int) or size is True or not 1 <= size < 1 << 31
+            ):
                 raise ConfigError(
                     f"Pad({name}={size!r}) is not a length", hint="Expected a whole number from 1 on"
                 )
@@ -417,6 +420,10 @@ class Pad:
             raise ConfigError(
                 f"Pad(to={self.to}, multiple={self.multiple}): {self.to} is not a multiple of {self.multiple}"
             )
+        values = [*self.value.values()] if isinstance(self.value, Mapping) else [self.value]
+        for value in values:
+            if not isinstance(cast("object", value), bool):  # the value of fields of bools
+                check_number("Pad: value", value, finite=False)
 
     def length(self, longest: int) -> int:
         """Return the steps of a batch whose longest record has `longest`.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from stoker.errors import ConfigError, arg
+from stoker.sources.arguments import parse_names
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -368,6 +369,8 @@ class Windows:
                 f"windows.stride is {self.stride}, and at horizon 0 no state follows z0",
                 hint=f"Leave {arg('stride', call='Windows')} out; for every second row give start_every=2",
             )
+        if self.field is not None:
+            parse_names("windows.field", self.field, "the name of a field")
         if isinstance(self.field, list | tuple):
             names = tuple(self.field)
             if not names or len({*names}) < len(names):
@@ -435,12 +438,12 @@ class Windows:
 
 
 def _check_count(name: str, value: object, *, least: int = 1) -> None:
-    if not isinstance(value, Integral) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(f"windows.{name} is {value!r}", hint=f"Expected a whole number of at least {least}")
 
 
 def _check_range(name: str, ends: tuple[object, ...]) -> None:
-    whole = [int(end) for end in ends if isinstance(end, Integral)]
+    whole = [int(end) for end in ends if not isinstance(end, bool) and isinstance(end, Integral)]
     if len(ends) != 2 or len(whole) != 2 or not 1 <= whole[0] <= whole[1]:
         raise ConfigError(
             f"windows.{name} is {list(ends)}",

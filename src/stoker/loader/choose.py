@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError
+from stoker.sources.arguments import check_bool
 from stoker.splitmix import GAMMA, MASK, Salt, keys_of, mix, mix_, remainders, signed, stream
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         """Refuse counts below 1."""
+        check_bool("Rows: random", self.random)
         if self.count is not None:
             _check_count(f"Rows({self.count!r})", self.count)
 
@@ -86,6 +88,7 @@ class Span:
 
     def __post_init__(self) -> None:
         """Refuse lengths below 1."""
+        check_bool("Span: random", self.random)
         _check_count(f"Span({self.length!r})", self.length)
 
 
@@ -120,8 +123,10 @@ Choice: TypeAlias = "Rows | Span | OneOf"
 
 
 def _check_count(what: str, count: object) -> None:
-    if not isinstance(count, Integral) or count < 1:
-        raise ConfigError(f"{what} takes {count!r} of a record", hint="Expected a whole number from 1 on")
+    if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) < 1 << 31:
+        raise ConfigError(
+            f"{what} takes {count!r} of a record", hint=f"Expected a whole number from 1 to {(1 << 31) - 1}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------

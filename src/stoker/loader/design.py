@@ -7,6 +7,7 @@ then stored elsewhere, and the examples are the same.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
-from stoker.loader.assembly import MASK, OFFSETS, Joiner, check_lengths, make_joiner
+from stoker.loader.assembly import MASK, OFFSETS, Joiner, Pad, check_lengths, make_joiner
 from stoker.loader.batch import STATES, Examples, Windows, main_field, number_examples
 from stoker.loader.batching import BatchPlanner, GroupPlanner, TokenPlanner
 from stoker.loader.choose import check_sizes
@@ -43,6 +44,7 @@ from stoker.loader.records import (
     cuts_points,
     find_records,
     groups_of,
+    joined_keys,
     lengths_of,
     tokens_of,
     trajectory_lengths,
@@ -51,7 +53,7 @@ from stoker.loader.transform import NO_CUTS, FusedCuts, find_fused_cuts
 from stoker.plan import MEMORY_LEDGER, Demand, MemoryLedger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
 from stoker.schema import LENGTHS_SUFFIX
-from stoker.units import format_count
+from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from stoker.loader.filling import FillOrder
@@ -138,7 +140,8 @@ def decide(
     outputs = outputs_of(cache, options)
     table = find_records(cache, options.indices)
     batches = make_planner(cache, table, options)
-    join = make_joiner(options, outputs, cache.schema)
+    by_column = bool(joined_keys(cache, options.batch_by))  # then fields differ in shape as without it
+    join = make_joiner(replace(options, batch_by=None) if by_column else options, outputs, cache.schema)
     if join is not None:
         check_lengths(join, cache, table)
     check_sizes(options.choose, cache, table)
@@ -287,7 +290,10 @@ def make_planner(cache: Cache, table: RecordTable, options: Options) -> BatchPla
         return TokenPlanner(lengths, options.batch_tokens, **settings)
     if options.batch_by is not None:
         groups = groups_of(cache, table, options.batch_by)
-        return GroupPlanner(groups, options.batch_size, by=options.batch_by, **settings)
+        by = options.batch_by
+        if joined_keys(cache, by):  # whose values the cache's fingerprint does not cover
+            by = f"{by} ({digest_of(groups)})"
+        return GroupPlanner(groups, options.batch_size, by=by, **settings)
     return None
 
 
@@ -315,6 +321,10 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
     reservation = ledger.claim()
     probed = probe(device=str(options.device), path=cache.path)
     resources = reservation.usable(probed, shard_parts(cache, table.shards(), demand.record_bytes))
+    on_gpu = options.device.type == "cuda"
+    _check_batch_bytes(
+        options, outputs, share.batch_size, probed.device_total_bytes if on_gpu else probed.host_total_bytes
+    )
     # Joined columns and caches come later, and may have to move along.
     early = () if cache.joined or options.zipped else options.transforms
     return Design(
@@ -337,6 +347,32 @@ def _make_design(  # noqa: PLR0913 - all that both ways to decide have found
         fill=fill,
         fused_cuts=find_fused_cuts(early, outputs, options.seed, windowed=options.windowed),
     )
+
+
+def _check_batch_bytes(
+    options: Options, outputs: tuple[OutputSpec, ...], batch_size: int, limit_bytes: int
+) -> None:
+    """Refuse a choice or a padding whose batch is larger than all of the memory that it is made in.
+
+    Raises:
+        ConfigError: As said.
+    """
+    sizes: dict[str, int] = {}
+    for group in options.choose:
+        rows = sum(output.example_bytes for output in outputs if output.group == group.name)
+        sizes[f"choose={{{group.fields[0]!r}: {group.choice!r}}}"] = rows + 8 * group.count  # and its numbers
+    pad = options.ragged
+    if isinstance(pad, Pad) and pad.to is not None:
+        for output in (one for one in outputs if one.ragged):
+            row_bytes = math.prod(output.row_shape) * (output.cast or output.dtype).itemsize
+            sizes[f"ragged=Pad(to={pad.to})"] = pad.to * row_bytes
+    for what, example_bytes in sizes.items():
+        if batch_size * example_bytes > limit_bytes:
+            raise ConfigError(
+                f"{what} makes batches of {format_bytes(batch_size * example_bytes)}, and there are "
+                f"{format_bytes(limit_bytes)} of memory",
+                hint="Choose fewer rows, or a smaller batch_size",
+            )
 
 
 def is_served_while_filling(cache: Cache, world_size: int) -> bool:

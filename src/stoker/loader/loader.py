@@ -117,8 +117,8 @@ class Loader(EpochIterable):
             normalize: By field how values are normalized on the way, in float32 and on every tier alike.
             ragged: Entire records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             batch_by: What examples of a batch have in common: `"shape"`, all of their shapes; the name of a
-                field of varying shape, its shape; or of an integer field, its value. Fields whose shape is
-                then the same are stacked to `(B, *shape)`. See docs/how-to/batching.md.
+                field of varying shape, its shape; or of an integer field or joined column, its value. Fields
+                whose shape is then the same are stacked to `(B, *shape)`. See docs/how-to/batching.md.
             batch_tokens: Tokens of a batch at most, in place of `batch_size`: entire records of fields of one
                 varying length, packed to `(total, *step)`, with `cu_seqlens`, `position_ids`, `max_seqlen`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
@@ -461,7 +461,7 @@ def _restored(cache: Cache, options: Options, structure: ItemStructure, state: d
 
 
 # pyright: reportPrivateUsage=false
-# For mixtures, which put several loaders together.
+# For mixtures, which put several loaders together, and for adapters to frameworks.
 
 
 def design_of(loader: Loader) -> Design:
@@ -511,7 +511,12 @@ def follow(loader: Loader, state: dict[str, Any]) -> None:
         loader._follow(state)
 
 
+def place_of(loader: Loader, epoch: int, batch: int) -> tuple[int, int]:
+    """Return epoch and position at which the batch of that number of an epoch begins."""
+    return epoch, loader._serving.begin(epoch, batch)
+
+
 def pass_from(loader: Loader, epoch: int, batch: int) -> Iterator[Any]:
     """Return a pass that begins with batch `batch` of an epoch, from where the loader serves now."""
-    loader._place.restore((epoch, loader._serving.begin(epoch, batch)))
+    loader._place.restore(place_of(loader, epoch, batch))
     return loader._pass()

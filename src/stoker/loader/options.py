@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast, get_args
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -20,7 +19,7 @@ from stoker.loader.order import RankShare, Weights, check_ranks
 from stoker.loader.transform import as_transforms
 from stoker.plan.resources import resolve_device
 from stoker.schema import dtype_name
-from stoker.sources.arguments import format_value
+from stoker.sources.arguments import check_bool, check_number, format_value
 from stoker.store import Cache
 from stoker.store.shard import Verify
 
@@ -112,6 +111,11 @@ class Options:
             object.__setattr__(self, name, value)
         check_ranks(self.batch_size, self.rank, self.world_size)
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
+        check_bool("static", self.static)
+        if self.drop_last is not None:
+            check_bool("drop_last", self.drop_last)
+        if self.meter is not None and not callable(getattr(self.meter, "waited", None)):
+            raise ConfigError(f"meter is {self.meter!r}", hint="Expected a stoker.StallMeter, or None")
         check_batching(self)
         if self.verify not in get_args(Verify):
             raise ConfigError(f"verify is {self.verify!r}", hint=f"Expected {', '.join(get_args(Verify))}")
@@ -168,8 +172,12 @@ def take_dataloader_arguments(given: Mapping[str, Any], own: Iterable[str] = ())
         elif name in IGNORED and value and name not in _said:
             _said.add(name)
             logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
-    timeout = given.get("timeout")
-    return float(timeout) if timeout else None, bool(given.get("pin_memory"))
+    timeout, pin_memory = given.get("timeout"), given.get("pin_memory")
+    if timeout is not None:
+        check_number("timeout", timeout, least=0)
+    if pin_memory is not None:
+        check_bool("pin_memory", pin_memory)
+    return float(timeout) if timeout else None, bool(pin_memory)
 
 
 def whole_numbers(**given: object) -> tuple[int, ...]:
@@ -182,7 +190,7 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
         ConfigError: One is no whole number.
     """
     for name, value in given.items():
-        if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor):
+        if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor | bool):
             raise ConfigError(
                 f"{name} is {value!r}", hint=f"Expected a whole number, as {name}={_EXAMPLES[name]}"
             )
@@ -217,12 +225,8 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         raise ConfigError(
             f"windows is {windows!r}", hint="Expected stoker.Windows(stride=1, horizon=1), or None"
         )
-    if reserve_bytes is not None and not (
-        isinstance(reserve_bytes, int | float | np.number) and reserve_bytes >= 0
-    ):
-        raise ConfigError(
-            f"reserve_bytes is {reserve_bytes!r}", hint="Expected a number of bytes, as 2 * 2**30"
-        )
+    if reserve_bytes is not None:
+        check_number("reserve_bytes", reserve_bytes, least=0)
     as_transforms(transforms)
 
 

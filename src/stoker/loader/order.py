@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import to_device
+from stoker.sources.arguments import check_bool, check_int
 from stoker.splitmix import (
     GAMMA,
     MASK,
@@ -81,8 +82,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuse an epoch without examples."""
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"Weights(samples={self.samples})", hint="Expected at least 1, or None")
+        check_bool("Weights: replacement", self.replacement)
+        if self.samples is not None:
+            check_int("Weights: samples", self.samples, least=1)
 
 
 def without_repeats(
@@ -860,7 +862,12 @@ def make_draws(weights: Weights, table: RecordTable, examples: Examples) -> Draw
         ConfigError: Another number of weights, a negative one or a NaN, none above 0, or fewer examples
             above 0 than are to be drawn without repeats.
     """
-    values = np.asarray(weights.values, dtype=np.float64)
+    values = np.asarray(weights.values)
+    if values.dtype.kind not in "biuf":
+        raise ConfigError(
+            f"weights are of {values.dtype}", hint="Give one number per record, or per entry of indices="
+        )
+    values = values.astype(np.float64)
     if values.shape != table.indices.shape:
         raise ConfigError(
             f"weights have shape {values.shape}, but {len(table.indices)} records are served",

@@ -31,6 +31,7 @@ from stoker.schema import (
     scale_field,
     without_points,
 )
+from stoker.sources.arguments import check_int, check_number
 from stoker.units import KIB
 
 # ----------------------------------------------------------------------------------------------------------
@@ -76,7 +77,9 @@ class Normalization:
             raise ConfigError(
                 f"normalize: {len(means)} means and {len(stds)} deviations", hint="Give one each"
             )
-        if 0.0 in stds or not self.divisor or not math.isfinite(self.divisor):
+        check_int("normalize: axis", self.axis)
+        check_number("normalize: divisor", self.divisor)
+        if 0.0 in stds or not self.divisor:
             raise ConfigError(
                 f"normalize: std {self.std} and divisor {self.divisor} divide, so none may be 0"
             )
@@ -163,6 +166,14 @@ def check_normalize(normalize: object, schema: Schema) -> Mapping[str, Normaliza
 
 def _inner(field: Field, axis: int, channels: int) -> int:
     step = field.step_shape
+    if field.plain and field.folded and -axis > len(step):
+        shape = ", ".join((*field.axes, *map(str, step)))
+        raise ConfigError(
+            f"normalize: {channels} means for axis {axis} of a field of shape ({shape}), whose records "
+            "differ in size and are stored as rows of their last axes",
+            hint="Give one mean and std; or batch_by='shape' and, in place of normalize=, the transform "
+            "stoker.transforms.Normalize with the same mean, std and axis, and fields= of that field",
+        )
     if -axis > len(step) or step[axis] != channels:
         raise ConfigError(
             f"normalize: {channels} means for axis {axis} of a field whose "
@@ -174,7 +185,8 @@ def _inner(field: Field, axis: int, channels: int) -> int:
 
 def _numbers(name: str, given: object) -> tuple[float, ...]:
     try:
-        flat: list[float] = np.asarray(given, dtype=np.float64).reshape(-1).tolist()
+        array = np.asarray(given)
+        flat: list[float] = array.reshape(-1).astype(np.float64).tolist() if array.dtype.kind in "iuf" else []
     except (TypeError, ValueError):
         flat = []
     if not flat or not all(math.isfinite(value) for value in flat):

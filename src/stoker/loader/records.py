@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.batch import Windows, main_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
+from stoker.sources.arguments import check_int, check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.access import MemorySink, read_column
 from stoker.store.index import spread
@@ -64,14 +65,18 @@ def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> 
             samples are left out, as they are without `indices`.
 
     Raises:
+        ConfigError: `indices` is empty.
         MissingRecordError: A number is neither stored nor quarantined.
         IncompleteError: Nothing is left to serve.
     """
+    wanted = None if indices is None else as_indices(indices)
+    if wanted is not None and not len(wanted):
+        raise no_indices()
     runs = cache.segments
     row = spread(runs.row, runs.count, np.int32)
     shard = np.repeat(runs.shard.astype(np.int32), runs.count)
     numbers = cache.indices
-    chosen = None if indices is None else _choose(cache, numbers, as_indices(indices))
+    chosen = None if wanted is None else _choose(cache, numbers, wanted)
     if chosen is not None:
         numbers, row, shard = numbers[chosen], row[chosen], shard[chosen]
     if not len(numbers):
@@ -81,6 +86,14 @@ def find_records(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> 
             hint="Run `stoker precompute` again, or choose other indices",
         )
     return RecordTable(indices=numbers, shard=shard, row=row, chosen=chosen)
+
+
+def no_indices(caches: str | None = None) -> ConfigError:
+    """Return the error for `indices=` without any, or for joined caches without a record."""
+    return ConfigError(
+        f"{'indices=' if caches is None else caches} is empty, so there is nothing to serve",
+        hint="Give at least one sample. From where() come none if no record meets its condition",
+    )
 
 
 def joined_indices(
@@ -189,13 +202,30 @@ def groups_of(cache: Cache, table: RecordTable, batch_by: str) -> NDArray[np.int
         ConfigError: As `stacked_fields`.
         CorruptError: Sizes or keys do not match their checksums.
     """
-    fields = sorted(stacked_fields(cache.schema, batch_by))
-    keys = [_shapes_of(cache, table, name) for name in fields] or [column_of(cache, table, batch_by)]
+    keys = [values[table.indices] for values in joined_keys(cache, batch_by)]
+    if not keys:
+        fields = sorted(stacked_fields(cache.schema, batch_by))
+        keys = [_shapes_of(cache, table, name) for name in fields] or [column_of(cache, table, batch_by)]
     every = np.concatenate([key.reshape(len(table.indices), -1).astype(np.int64) for key in keys], axis=1)
     _, first, group = np.unique(every, axis=0, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     return rank[group.reshape(-1)]
+
+
+def joined_keys(cache: Cache, batch_by: str | None) -> list[NDArray[Any]]:
+    """Return a joined column of whole numbers, by sample, and which are known; empty: another or none."""
+    joined = cache.joined
+    if joined is None or batch_by is None or batch_by not in joined.schema:
+        return []
+    from stoker.store.joins import KNOWN
+
+    field = joined.schema[batch_by]
+    if field.shape not in ((), (1,)) or field.dtype not in INTEGERS:
+        return []
+    # A sample without a value has a 0 there, and is not of class 0.
+    names = [name for name in (batch_by, batch_by + KNOWN) if name in joined.values]
+    return [joined.values[name].numpy() for name in names]
 
 
 def _shapes_of(cache: Cache, table: RecordTable, name: str) -> NDArray[np.int64]:
@@ -372,8 +402,8 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
         >>> len(tenth), len(stoker.Loader(cache, batch_size=5, indices=tenth))
         (10, 2)
     """
-    if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"subset: fraction {fraction!r}", hint="Expected a number above 0 and at most 1")
+    check_number("subset: fraction", fraction, above=0, most=1)
+    check_int("subset: seed", seed)
     numbers = cache.indices
     keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])

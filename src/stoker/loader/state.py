@@ -91,16 +91,23 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
         else there.get(BATCHES) == batches.text and batches.resumes(*at, int(there["world"] or 0))
     ):
         ignored.add("world")
-    if allow_rebatch and batches is None and design.order.kind.kind not in ("static", "bucket"):
+    # Amid an epoch, what is behind a position in these orders depends on the size of a step.
+    may_rebatch = not at[1] or (batches is None and design.order.kind.kind not in ("static", "bucket"))
+    if allow_rebatch and may_rebatch:
         ignored.add("global_batch")
     names = [*here, *({BATCHES} & there.keys() - here.keys())]
     differing = [name for name in names if name not in ignored and there.get(name) != here.get(name)]
     if differing:
-        hint = (
-            "load_state_dict(state, allow_rebatch=True) continues from the same example with other batches"
-            if differing == ["global_batch"]
-            else "Make the loader as it was, or start the epoch again"
-        )
+        hint = "Make the loader as it was, or start the epoch again"
+        if differing == ["global_batch"] and may_rebatch:
+            hint = (
+                "load_state_dict(state, allow_rebatch=True) continues from the same example, batches differ"
+            )
+        elif {*differing} <= {"global_batch", "world"} and there["world"]:
+            hint = (
+                "In the middle of an epoch this order takes ranks and batch_size as they were: "
+                f"{_ranks_of(there)}. Or start the epoch again: loader.set_epoch({at[0]})"
+            )
         different = "; ".join(
             f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in differing
         )
@@ -108,6 +115,13 @@ def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int,
     check_within(at, _examples(design.order), "example")
     note_transforms(there, here)
     return at
+
+
+def _ranks_of(state: Mapping[str, Any]) -> str:
+    """Return the number of ranks and their batch size, as a state has them."""
+    world, step = state["world"], state["global_batch"]
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    return f"{ranks} of batch_size={step // world}" if step else ranks
 
 
 BATCHES = "batches"

@@ -24,7 +24,7 @@ from stoker.errors import ConfigError, MissingRecordError, RecordError, arg
 from stoker.loader.assembly import Pad
 from stoker.loader.batch import RecordBatch
 from stoker.loader.choose import Choices, FieldGroup, resolve_choices
-from stoker.loader.records import as_indices
+from stoker.loader.records import as_indices, no_indices
 from stoker.schema import SHAPE_SUFFIX, Schema
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
@@ -500,6 +500,8 @@ def members_of(joined: Zip, options: Options) -> dict[str, Member]:
             raise MissingRecordError(
                 f"indices= names sample {wanted[~is_joined][0]}, which is not among those of {joined!r}"
             )
+    if not len(place):
+        raise no_indices(None if len(joined) else repr(joined))
     partners = tuple(
         f"{name}: {cache.fingerprint} {xxhash.xxh3_64_hexdigest(joined.indices_in[name][place].data)}"
         for name, cache in [*joined.caches.items()][1:]
