@@ -390,6 +390,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     return write_cache(tmp_path_factory.mktemp("large"), fields)
 
 
+@pytest.mark.usefixtures("twins_alone")
 @pytest.mark.parametrize("verify", ["always", "first", "off"])
 def test_eight_rows_of_a_large_bag_are_read_without_the_others(
     large: Cache, read: Counter[str], verify: Any
