@@ -6,6 +6,7 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-slim AS build
 ARG TORCH=cpu
 ARG EXTRAS=""
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/stoker

@@ -663,7 +663,8 @@ def check_files(report: Report, folder: Path, tag: str | None) -> Path:
     with report.step("build of sdist and wheel", needed=True):
         command = [sys.executable, "-m", "build", "--sdist", "--wheel", "--outdir", folder, ROOT]
         call(command, limit_s=BUILD_S, folder=folder)
-    sdist, wheel = folder / f"stoker-{VERSION}.tar.gz", folder / f"stoker-{VERSION}-py3-none-any.whl"
+    sdist = folder / f"stoker-{VERSION}.tar.gz"
+    (wheel,) = folder.glob(f"stoker-{VERSION}-py3-none-*.whl")  # of this processor, if there is a C compiler
     with report.step("twine check --strict"):
         call([sys.executable, "-m", "twine", "check", "--strict", sdist, wheel], limit_s=120, folder=folder)
     with report.step("contents of the sdist"):
