@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from stoker.encoders.pretrained import (
     ATTENTION,
+    TOKEN_DTYPES,
     FolderEncoder,
     ModelFolder,
     missing_package,
     passed_fields,
     refuse_left_padding,
     refuse_missing,
-    required_field,
+    required_tokens,
 )
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, arg
@@ -110,7 +111,7 @@ class LanguageEncoder(FolderEncoder):
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """Return the size given, else about 8 MiB of samples and records a call; ragged samples by length."""
-        if not required_field(sample_schema, self._field, type(self).__name__).ragged:
+        if not required_tokens(sample_schema, self._field, type(self).__name__).ragged:
             return super().encode_batch_size(sample_schema)
         samples = (self._encode_batch or RAGGED_BATCH) if self._lengths else 1
         return EncodeBatchSize(samples=samples, lengths=self._lengths)
@@ -126,11 +127,12 @@ class LanguageEncoder(FolderEncoder):
             EncoderError: It is missing, or does not hold tokens.
         """
         call = type(self).__name__
-        field = required_field(sample_schema, self._field, call)
-        if field.dtype not in ("int16", "int32", "int64") or len(field.shape) != 1:
+        field = required_tokens(sample_schema, self._field, call)
+        if field.dtype not in TOKEN_DTYPES or len(field.shape) != 1:
             raise EncoderError(
                 f"field {self._field!r} is {field.dtype} {field.shape}, not token numbers of shape (L,)",
-                hint="Make them of text with stoker.Tokenize(source, folder)",
+                hint=f"Make them of text: give stoker.Tokenize(dataset, folder, field={self._field!r}) in "
+                f"place of the dataset, and leave {arg('field', self._field, call=call)} out",
             )
         limit = self._sizes.positions
         if not field.ragged and limit is not None and field.shape[0] > limit:

@@ -41,6 +41,8 @@ VOLATILE = (
     "torch_dtype",
 )
 """Entries of `config.json` that say where a model came from, not what it computes."""
+TOKEN_DTYPES = ("int16", "int32", "int64")
+"""What tokens are stored as."""
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Dtype of weights and activations."""
 
@@ -291,6 +293,25 @@ def required_field(sample_schema: Schema, name: str, call: str) -> Field:
             hint=f"Set {arg('field', ..., call=call)} to one of them",
         )
     return sample_schema[name]
+
+
+def required_tokens(sample_schema: Schema, name: str, call: str) -> Field:
+    """Return the field of tokens, or of text as its bytes.
+
+    Raises:
+        EncoderError: The samples have no such field.
+    """
+    if name not in sample_schema and not any(_may_be_tokens(field) for field in sample_schema.values()):
+        raise EncoderError(
+            f"samples have no field {name!r} with tokens, only {sorted(sample_schema)}",
+            hint="Make tokens of text: give stoker.Tokenize(dataset, folder, field=...) in place of the "
+            "dataset, with the folder of the tokenizer and the field of text",
+        )
+    return required_field(sample_schema, name, call)
+
+
+def _may_be_tokens(field: Field) -> bool:
+    return field.dtype in TOKEN_DTYPES and len(field.shape) == 1
 
 
 def refuse_left_padding(real: Tensor | None) -> None:

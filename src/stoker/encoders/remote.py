@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stoker.encoders.pretrained import ComputeDtype, passed_fields, required_field
+from stoker.encoders.pretrained import TOKEN_DTYPES, ComputeDtype, passed_fields, required_tokens
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, ServiceError, arg
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
@@ -262,8 +262,8 @@ class RemoteEncoder:
         Raises:
             EncoderError: There is no such field, it holds neither tokens nor text, or a name occurs twice.
         """
-        field = required_field(sample_schema, self._field, "RemoteEncoder")
-        tokens = field.dtype in ("int16", "int32", "int64")
+        field = required_tokens(sample_schema, self._field, "RemoteEncoder")
+        tokens = field.dtype in TOKEN_DTYPES
         if len(field.shape) != 1 or not (tokens or (field.dtype == "uint8" and self._api == "openai")):
             text = " or the bytes of a text" if self._api == "openai" else ""
             raise EncoderError(

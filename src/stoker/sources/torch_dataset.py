@@ -47,6 +47,7 @@ from stoker.sources.torch_items import (
     fits_field,
     flatten_item,
     fold,
+    missing_text,
     narrowed_fields,
     ragged_cure,
     shape_text,
@@ -703,6 +704,5 @@ class TorchSource:
 
     def _check_text(self, items: Mapping[int, Item]) -> None:
         fields = {name for item in items.values() for name in item}
-        unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
-        if unknown:
-            raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
+        if (unknown := self._text.missing(fields)) is not None:
+            raise ConfigError.of_all([missing_text(self._name, unknown, sorted(fields))])
