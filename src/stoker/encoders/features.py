@@ -137,9 +137,11 @@ class FeatureEncoder:
                 hint="Set FeatureEncoder(field=...) to the one with images",
             )
         if image.ragged or image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] != 3:
+            shape = (*image.axes, *image.shape[1:]) if image.folded else image.shape
             raise EncoderError(
-                f"field {self._field!r} is {image.dtype} {image.shape}",
-                hint=f"Expected uint8 images (3, H, W), as {arg('size', ..., call='ImageSource')} gives them",
+                f"field {self._field!r} is {image.dtype} ({', '.join(map(str, shape))})",
+                hint="Expected uint8 images (3, H, W) of one size, as "
+                f"{arg('size', ..., call='ImageSource')} gives them",
             )
         passed = {name: field for name, field in sample_schema.items() if name != self._field}
         if self._output in passed:

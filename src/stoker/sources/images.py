@@ -616,7 +616,10 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
         if fit == "short"
         else f"(height, width), as {arg('size', (224, 224))}"
     )
-    raise ConfigError(f"{arg('size', size)} does not fit", hint=f"With {arg('fit', fit)} expected {wanted}")
+    several = "" if size is not None else ". For pictures of several sizes give a Dataset that returns them"
+    raise ConfigError(
+        f"{arg('size', size)} does not fit", hint=f"With {arg('fit', fit)} expected {wanted}{several}"
+    )
 
 
 def _labels(given: object) -> Labels:
