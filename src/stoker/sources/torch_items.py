@@ -160,11 +160,14 @@ def missing_text(where: str, name: str, names: Collection[str]) -> Problem:
 def _text_without_rule(value: str | bytes, where: str, name: str, text: TextRules) -> SourceError:
     """Return the error for the first text of a dataset, or for one next to others that have a rule."""
     tokens = f"For tokens of a language model give stoker.Tokenize(dataset, folder, field={name!r}). "
-    rules = arg("text", text.with_rule(name, "drop" if text.names else "bytes"), call="TorchSource")
+    as_bytes, place, out = (
+        arg("text", text.with_rule(name, rule), call="TorchSource")
+        for rule in ("bytes", ["cat", "dog"], "drop")
+    )
     return SourceError(
         f"{where} is text ({value[:40]!r}), and a store holds numbers",
-        hint=f"{'' if text.names else tokens}Say how to store it, as {rules}: 'bytes' stores its UTF-8 "
-        "bytes, a list of words such as ['cat', 'dog'] the place of each, and 'drop' leaves it out",
+        hint=f"{'' if text.names else tokens}To store its bytes give {as_bytes}, to store its place among "
+        f"words {place}; to leave it out {out}",
     )
 
 
