@@ -486,6 +486,9 @@ def test_fields_layers_and_sizes_that_do_not_fit_are_refused(folders: dict[str, 
         encoder.schema({"input_ids": Field(shape=(77,), dtype="int32")})
     with pytest.raises(EncoderError, match="'hidden'"):
         encoder.schema({**FIXED, "hidden": Field(shape=(2,), dtype="float32")})
+    other = {"attention_mask": Field(shape=(2,), dtype="bool")}
+    with pytest.raises(EncoderError, match=r"'attention_mask' is bool \(2,\)"):
+        encoder.schema({**FIXED, **other})
     for layers in ([4], [-5], [1, 1], [3, -1], []):
         with pytest.raises(EncoderError, match="3 layers"):
             stoker.HiddenStates(folders["llama"], layers=layers)

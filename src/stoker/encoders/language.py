@@ -24,6 +24,7 @@ from stoker.encoders.pretrained import (
     TOKEN_DTYPES,
     FolderEncoder,
     ModelFolder,
+    check_mask,
     missing_package,
     passed_fields,
     refuse_left_padding,
@@ -368,6 +369,7 @@ class TextEncoder(_StateEncoder):
         if self._pooled:
             made[self._pooled] = Field(shape=(self._pooled_size(),), dtype=self._dtype)
         if not field.ragged and self._mask_field in sample_schema:
+            check_mask(sample_schema, self._field, self._mask_field, "TextEncoder")
             taken.add(self._mask_field)
             made[self._mask_output] = Field(shape=field.shape, dtype="bool")
         return passed_fields(sample_schema, taken, made, "TextEncoder")

@@ -314,6 +314,22 @@ def _may_be_tokens(field: Field) -> bool:
     return field.dtype in TOKEN_DTYPES and len(field.shape) == 1
 
 
+def check_mask(sample_schema: Schema, tokens: str, mask: str, call: str) -> None:
+    """Refuse a mask of tokens of a fixed length that has another shape than these.
+
+    Raises:
+        EncoderError: Names both with their shapes.
+    """
+    field = sample_schema.get(mask)
+    if field is not None and field.shape != sample_schema[tokens].shape:
+        raise EncoderError(
+            f"field {mask!r} is {field.dtype} {field.shape}, and the tokens in {tokens!r} are "
+            f"{sample_schema[tokens].shape}: it is not their mask",
+            hint=f"Name their mask with {arg('attention_mask', ..., call=call)}, or a field that samples do "
+            "not have where there is none",
+        )
+
+
 def refuse_left_padding(real: Tensor | None) -> None:
     """Refuse a mask that hides tokens before others.
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stoker.encoders.pretrained import TOKEN_DTYPES, ComputeDtype, passed_fields, required_tokens
+from stoker.encoders.pretrained import TOKEN_DTYPES, ComputeDtype, check_mask, passed_fields, required_tokens
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, ServiceError, arg
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
@@ -275,7 +275,10 @@ class RemoteEncoder:
         else:
             state = Field(shape=(field.shape[0], self._dim), dtype=self._dtype, ragged=field.ragged)
             made = dict.fromkeys(self._names(), state)
-        taken = {self._field} | ({self._mask} if tokens and not field.ragged else set())
+        masked = tokens and not field.ragged
+        if masked:
+            check_mask(sample_schema, self._field, self._mask, "RemoteEncoder")
+        taken = {self._field} | ({self._mask} if masked else set())
         return passed_fields(sample_schema, taken, made, "RemoteEncoder")
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
