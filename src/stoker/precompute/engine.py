@@ -740,7 +740,8 @@ def _adopted(whole: EncodeShare, tally: _RunCounts) -> EncodeShare:
     # Without the lock each rank would count the same records.
     with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
         tally.adopted = folder.adopt()
-    return replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+    same = folder.same_samples() if whole.encoder is not None else None
+    return replace(whole, same=same, adopted=tally.adopted)
 
 
 def _fill_together(caches: Sequence[_WishedCache], interrupts: Interrupts) -> None:

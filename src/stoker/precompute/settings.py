@@ -250,6 +250,8 @@ class EncodeShare:
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""
     same: SampleLookup | None = None
     """Records of sibling caches that samples may be recognized in."""
+    adopted: int = 0
+    """Records of sibling caches that were taken over before, for the progress display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
