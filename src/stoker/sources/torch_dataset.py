@@ -305,6 +305,25 @@ def _restore_description(seen: Description | None) -> Description | None:
     return seen
 
 
+def _checked_keys(keys: Sequence[str], count: int) -> list[str]:
+    """Return the keys of the samples, as text.
+
+    Raises:
+        ConfigError: There are not as many, or one is neither text nor a whole number.
+    """
+    given = None if isinstance(keys, str | bytes) or not hasattr(keys, "__len__") else list[object](keys)
+    if given is None or len(given) != count:
+        number = repr(keys)[:40] if given is None else f"{len(given)} keys"
+        raise ConfigError(f"{number} for {count} samples", hint="Give a list with one key per sample")
+    for index, key in enumerate(given):
+        if isinstance(key, bool) or not isinstance(key, str | int | np.integer | os.PathLike):
+            raise ConfigError(
+                f"keys[{index}], the key of sample {index}, is {key!r}",
+                hint="Expected text or whole numbers; of a tensor or an array give keys.tolist()",
+            )
+    return [str(key) for key in given]
+
+
 class TorchSource:
     """The items of a map-style Dataset, as samples.
 
@@ -315,7 +334,8 @@ class TorchSource:
         time: Fields whose axis 0 is time, so that windows may be cut from them.
         ragged: Fields whose length along axis 0 varies; or by field the axes that vary, as
             `{"image": (1, 2)}`. Axes that vary among the probed samples are found without it.
-        keys: One stable key per sample, for splits; absent: the sample's index.
+        keys: One stable key per sample, text or a whole number; absent: the sample's index. Samples with
+            equal keys are in the same split. `Cache.get` and `stoker.zip` need keys that differ.
         text: What becomes of text, by field: a list of words (stored as the place in it), `"bytes"`, or
             `"drop"`, which leaves any field out.
         random: `"freeze"` stores one draw of a Dataset whose output is random; otherwise it is refused.
@@ -325,7 +345,7 @@ class TorchSource:
     are `(H, W, C)` uint8.
 
     Raises:
-        ConfigError: Text, a path or a dict.
+        ConfigError: Text, a path or a dict; keys that are not one for each sample.
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
 
@@ -369,8 +389,6 @@ class TorchSource:
         self._count = self._length(dataset)
         if self._count == 0:
             raise SourceError(f"{self._name} is empty", hint="Check the paths and filters it was made with")
-        if keys is not None and len(keys) != self._count:
-            raise ConfigError(f"{len(keys)} keys for {self._count} samples", hint="Give one key per sample")
         if random not in ("refuse", "freeze"):
             raise ConfigError(
                 f"random is {random!r}", hint="Expected 'refuse', or 'freeze' to store one random draw"
@@ -379,7 +397,7 @@ class TorchSource:
         self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"
         self._time, self._ragged = tuple(time), varying_axes(ragged)
-        self._keys = None if keys is None else [str(key) for key in keys]
+        self._keys = None if keys is None else _checked_keys(keys, self._count)
         self._probed: ProbeResult | None = None
         self._seen: Description | None = None
         self._proved = False
