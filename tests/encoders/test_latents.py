@@ -271,3 +271,9 @@ def test_a_settings_file_names_it(folder: Path, tmp_path: Path, monkeypatch: pyt
     wanted = stoker.VAEEncoder(folder).encode({"image": images()})
     assert torch.allclose(cache[1]["mean"], wanted["mean"][1], atol=1e-5)
     assert torch.allclose(cache[1]["std"], wanted["std"][1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", ["01", 1, None, (0,), (0, 1, 2), (1, 0), ("0", "1")])
+def test_a_range_that_is_not_two_rising_numbers_is_refused(folder: Path, value: Any) -> None:
+    with pytest.raises(EncoderError, match="value_range is "):
+        stoker.VAEEncoder(folder, value_range=value)

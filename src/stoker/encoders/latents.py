@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.arguments import NAME, PATH, check, number, several
 from stoker.encoders.pretrained import (
     FolderEncoder,
     ModelFolder,
@@ -25,6 +26,7 @@ from stoker.schema import FLOATS, SHAPE_SUFFIX, VARIES, Field, Json, Schema, siz
 # The package is optional: it is imported where a model is loaded.
 # pyright: reportMissingImports=false
 
+_RANGE = several(number("a number"), "two numbers, as (0, 1)")
 _SLACK = 1e-3
 """How far a float image may be outside its range, as a fraction of it: resizing may round."""
 
@@ -81,6 +83,8 @@ class VAEEncoder(FolderEncoder):
         dtype: str = "float32",
         encode_batch: int | None = None,
     ) -> None:
+        names = {"field": (field, NAME), "mean": (mean, NAME), "std": (std, NAME)}
+        check({"folder": (folder, PATH), **names, "value_range": (value_range, _RANGE)}, EncoderError)
         place = Path(folder).expanduser()
         if not (place / "config.json").exists() and (place / "vae" / "config.json").exists():
             place /= "vae"
@@ -96,7 +100,7 @@ class VAEEncoder(FolderEncoder):
                 f"the model in {place} overflows in float16 (force_upcast in its config.json)",
                 hint=f"Use {arg('dtype', 'bfloat16')} or float32",
             )
-        if not value_range[1] > value_range[0]:
+        if not (len(value_range) == 2 and value_range[1] > value_range[0]):
             raise EncoderError(f"value_range is {value_range}", hint="Expected two numbers, as (0, 1)")
         self._field, self._mean, self._std = field, mean, std
         self._range = float(value_range[0]), float(value_range[1])

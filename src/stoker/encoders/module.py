@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stoker.arguments import BATCH, LENGTHS, NAMES, TEXT, Kind, check, or_none
 from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size, in_own_axes
 from stoker.encoders.weights import (
     WeightsDigest,
@@ -349,6 +350,7 @@ _MET: ContextVar[dict[int, object] | None] = ContextVar("_MET", default=None)
 
 
 _log = logging.getLogger("stoker")
+_VERSION = Kind("text, or None", lambda value: value is None or isinstance(value, str | int))
 
 Time: TypeAlias = Literal["none", "steps", "whole"]
 """What a module does with time. `none`: its output has no time axis. `steps`: it is given single time steps
@@ -422,6 +424,9 @@ class ModuleEncoder:
         lengths: Sequence[int] | None = None,
         mask: str | None = None,
     ) -> None:
+        check({"field": (field, NAMES), "output": (output, NAMES)}, EncoderError)
+        check({"encode_batch": (encode_batch, BATCH), "lengths": (lengths, LENGTHS)}, EncoderError)
+        check({"version": (version, _VERSION), "mask": (mask, or_none(TEXT))}, EncoderError)
         self._module = module
         self._fields = (field,) if isinstance(field, str) else tuple(field)
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
@@ -433,8 +438,6 @@ class ModuleEncoder:
         """Outputs of which several axes vary, and how many leading axes are folded; `schema` finds them."""
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
-        if encode_batch is not None and encode_batch < 1:
-            raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
         if mask is not None and time == "steps":
             raise EncoderError(
                 f"mask={mask!r} with time='steps': the module is given single steps, and no padding",

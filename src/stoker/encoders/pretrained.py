@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from stoker.arguments import BATCH, PATH, check
 from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.errors import EncoderError, arg
 from stoker.runtime.jsonio import read_object
@@ -79,6 +80,7 @@ class ModelFolder:
     """
 
     def __init__(self, path: str | Path, stem: str) -> None:
+        check({"folder": (path, PATH)}, EncoderError)
         self.path = Path(path).expanduser()
         self.config = read_json(self.path / "config.json")
         self._stem = stem
@@ -191,8 +193,7 @@ class FolderEncoder(abc.ABC):
             raise EncoderError(
                 f"{arg('dtype', dtype)} is unknown", hint=f"Expected {', '.join(get_args(ComputeDtype))}"
             )
-        if encode_batch is not None and encode_batch < 1:
-            raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
+        check({"encode_batch": (encode_batch, BATCH)}, EncoderError)
         self._folder = folder
         self._dtype, self._encode_batch = dtype, encode_batch
         self._device = torch.device("cpu")
@@ -326,7 +327,7 @@ def check_mask(sample_schema: Schema, tokens: str, mask: str, call: str) -> None
             f"field {mask!r} is {field.dtype} {field.shape}, and the tokens in {tokens!r} are "
             f"{sample_schema[tokens].shape}: it is not their mask",
             hint=f"Name their mask with {arg('attention_mask', ..., call=call)}, or a field that samples do "
-            "not have where there is none",
+            "not have where they have no mask",
         )
 
 

@@ -39,7 +39,9 @@ class EncodeBatchSize:
     samples, and empty ones, are encoded alone at their own length. `()`: each ragged sample is."""
 
     def __post_init__(self) -> None:
-        """Refuse what no call can have."""
+        """Refuse what no call can have; numbers of numpy become plain ones, which the recipe holds."""
+        object.__setattr__(self, "samples", int(self.samples))
+        object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         lengths = self.lengths
         ascending = all(low < high for low, high in itertools.pairwise(lengths))
         if lengths and (not ascending or lengths[0] < 1 or self.steps is not None):

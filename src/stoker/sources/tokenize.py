@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from stoker.arguments import FLAG, check
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.arguments import check_int, check_path, parse_names
@@ -90,6 +91,8 @@ class Tokenize:
         keep_text: bool = False,
     ) -> None:
         check_path("folder", folder)
+        flags = {"pad": pad, "special_tokens": special_tokens, "keep_text": keep_text}
+        check({name: (value, FLAG) for name, value in flags.items()})
         for what, name in (("field", field), ("out", out), ("attention_mask", attention_mask)):
             parse_names(what, name, "the name of a field")
         if max_length is not None:

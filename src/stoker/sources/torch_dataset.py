@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.arguments import NAME, Kind, check, or_none, several
 from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.runtime.mounts import are_local
 from stoker.runtime.threads import ItemClock, call_within
@@ -261,6 +262,8 @@ def preserve_random_state(seed: int | None = None) -> Generator[None]:
 VERSION = 1
 """Bumped by hand when the same Dataset would give other samples."""
 
+_VERSION = or_none(Kind("text", lambda value: isinstance(value, str | int)))
+_TIME = several(NAME, "a list of names of fields, as ['u']")
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
 _ALONE_S = 60.0
@@ -393,6 +396,7 @@ class TorchSource:
             raise ConfigError(
                 f"random is {random!r}", hint="Expected 'refuse', or 'freeze' to store one random draw"
             )
+        check({"version": (version, _VERSION), "time": (time, _TIME)})
         self._dataset = dataset
         self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"

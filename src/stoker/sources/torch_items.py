@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.arguments import MAPPING, Kind, check, several
 from stoker.errors import ConfigError, Problem, SourceError, arg
 from stoker.schema import SHAPE_SUFFIX, VARIES, Field, Json, Sample, Schema, size_field
 from stoker.sources.protocol import read_as
@@ -32,6 +33,9 @@ DEEPEST = 64
 
 Rule: TypeAlias = "Sequence[str] | Literal['bytes', 'drop']"
 """The rule for a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
+
+
+_WORDS = several(Kind("", lambda _: True), "a list of words, 'bytes' or 'drop'")
 
 
 class TextRules:
@@ -48,6 +52,7 @@ class TextRules:
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         self._rules: dict[str, Json] = {}
         self._places: dict[str, dict[str, int]] = {}
+        check({"text": (rules, MAPPING)})
         for name, rule in rules.items():
             if isinstance(rule, str):
                 if rule not in ("bytes", "drop"):
@@ -57,6 +62,7 @@ class TextRules:
                     )
                 self._rules[name] = rule
                 continue
+            check({f"text[{name!r}]": (rule, _WORDS)})
             words = [str(word) for word in rule]
             if len(set(words)) != len(words) or not words:
                 raise ConfigError(
