@@ -96,6 +96,7 @@ FLAG = Kind("True or False", lambda value: isinstance(value, bool | np.bool_))
 TEXT = Kind("text", lambda value: isinstance(value, str) and value != "")
 NAME = Kind("the name of a field", TEXT.accepts)
 PATH = Kind("a path", lambda value: isinstance(value, str | os.PathLike) and str(cast("str", value)) != "")
+SIZES = several(whole(), "whole numbers, as (64, 64)")
 BATCH = or_none(whole(least=1))
 """Samples in one call of an encoder."""
 LENGTHS = or_none(several(whole(least=1), "rising whole numbers, as (64, 128, 256)"))

@@ -10,8 +10,9 @@ import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import SupportsIndex, cast
+from typing import cast
 
+from stoker.arguments import check, whole
 from stoker.errors import ConfigError, arg
 from stoker.sources.files import SUFFIXES
 
@@ -112,20 +113,6 @@ def check_path(what: str, value: object) -> None:
         raise ConfigError(f"{what} is {value!r}", hint=f"Expected a path, as {str(Path('data') / what)!r}")
 
 
-def check_int(what: str, value: object, *, least: int | None = None) -> None:
-    """Refuse what is not a whole number, or is too small.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-    if not whole or (least is not None and cast("SupportsIndex", value).__index__() < least):
-        raise ConfigError(
-            f"{what} is {value!r}",
-            hint=f"Expected a whole number{'' if least is None else f' of at least {least}'}",
-        )
-
-
 def check_splits(split: object, splits: object, seed: object) -> None:
     """Refuse what is not the name of a split, fractions by name, or a seed.
 
@@ -133,7 +120,7 @@ def check_splits(split: object, splits: object, seed: object) -> None:
         ConfigError: Names the argument.
     """
     check_texts(split=split)
-    check_int("seed", seed)
+    check({"seed": (seed, whole())})
     if splits is None:
         return
     shares = cast("Mapping[object, object]", splits) if isinstance(splits, Mapping) else {None: None}

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from stoker.arguments import FLAG, check
+from stoker.arguments import FLAG, check, whole
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.arguments import check_int, check_path, parse_names
+from stoker.sources.arguments import check_path, parse_names
 from stoker.sources.protocol import (
     SelfCheckingSource,
     Source,
@@ -96,7 +96,7 @@ class Tokenize:
         for what, name in (("field", field), ("out", out), ("attention_mask", attention_mask)):
             parse_names(what, name, "the name of a field")
         if max_length is not None:
-            check_int("max_length", max_length, least=1)
+            check({"max_length": (max_length, whole(least=1))})
         elif pad:
             raise ConfigError(
                 f"{arg('pad', True)} needs a length to pad to",
