@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import StackDataset
@@ -80,3 +81,112 @@ def evaluated(pattern: str, text: str) -> Any:
     found = re.search(pattern, text)
     assert found is not None, text
     return eval(found[0], {"stoker": stoker})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Arguments of the wrong kind.
+
+
+def _module(**given: Any) -> stoker.ModuleEncoder:
+    return stoker.ModuleEncoder(torch.nn.Linear(2, 2), **{"field": "x", "version": "1", **given})
+
+
+def _remote(**given: Any) -> stoker.RemoteEncoder:
+    return stoker.RemoteEncoder("http://a", **{"model": "m", "revision": "1", "dim": 3, **given})
+
+
+def _precompute(folder: Path, **given: Any) -> object:
+    settings = {"name": "x", "workers": 0, "progress": None, **given}
+    return stoker.precompute([{"x": torch.ones(2)}] * 3, _module(), folder, **settings)
+
+
+PRECOMPUTE: dict[str, list[Any]] = {
+    "name": [5, None, ""],
+    "dtype": [5, ["float16"]],
+    "encode_batch": ["8", 0, 1.5, True],
+    "workers": ["2", -1, True],
+    "max_quarantined": ["1%", -0.1, 5, None, float("nan")],
+    "retry_quarantined": ["no", 1],
+    "overwrite": ["no", None],
+    "max_error": ["0.1", -1],
+    "part": [5, (1,), (2, 2), ("0", "1")],
+    "fields": [5, [5]],
+    "keep": [5, [None]],
+    "variants": ["2"],
+    "augment": [5, [5]],
+    "variant_seed": ["1", None],
+    "progress": ["no", 5],
+    "wait": ["no", 0],
+    "engine": ["ray"],
+}
+MADE: dict[str, tuple[Callable[..., object], dict[str, list[Any]]]] = {
+    "precompute": (_precompute, PRECOMPUTE),
+    "module": (
+        lambda _, **given: _module(**given),
+        {
+            "field": [5, [5]],
+            "output": [None],
+            "encode_batch": ["8", 0],
+            "lengths": ["64", ["64"], 64],
+            "mask": [5],
+        },
+    ),
+    "remote": (
+        lambda _, **given: _remote(**given),
+        {
+            "dim": ["3", 0, True],
+            "in_flight": ["8"],
+            "timeout_s": ["60", 0],
+            "retries": ["4", -1],
+            "headers": ["key"],
+            "layers": ["8"],
+            "lengths": [5],
+            "field": [5],
+            "files": [5],
+        },
+    ),
+    "source": (
+        lambda _, **given: stoker.TorchSource([1.0], **given),
+        {"time": ["u", 5], "text": [5], "version": [1.5]},
+    ),
+}
+CALLS = [
+    (what, name, value) for what, (_, own) in MADE.items() for name, values in own.items() for value in values
+]
+
+
+@pytest.mark.parametrize(("what", "name", "value"), CALLS, ids=repr)
+def test_an_argument_of_the_wrong_kind_is_named_with_its_value(
+    tmp_path: Path, what: str, name: str, value: Any
+) -> None:
+    with pytest.raises(StokerError) as raised:
+        MADE[what][0](tmp_path, **{name: value})
+
+    assert name in raised.value.fact
+    assert repr(value) in raised.value.fact
+    assert raised.value.hint
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "value", [{"wait": "no"}, {"name": 5}, {"cache_dir": 5}, {"text": 5}, {"workers": "2"}]
+)
+def test_cached_refuses_them_too(tmp_path: Path, value: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(value))):
+        stoker.cached([1.0, 2.0], **{"cache_dir": tmp_path, **value})
+
+    assert not [*tmp_path.iterdir()]
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path: Path) -> None:
+    net, data = torch.nn.Linear(2, 2), [{"x": torch.ones(2)}] * 3
+    encoders = [stoker.ModuleEncoder(net, field="x", encode_batch=size) for size in (None, np.int64(2))]
+
+    caches = [
+        stoker.precompute(
+            data, one, tmp_path, name="x", encode_batch=size, workers=np.int32(0), progress=None
+        )
+        for one, size in zip(encoders, (np.int64(2), None), strict=True)
+    ]
+
+    assert caches[0].fingerprint == caches[1].fingerprint

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from stoker.arguments import FLAG, PATH, TEXT, check, or_none
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, arg
 from stoker.loader import Loader
@@ -118,6 +119,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         torch.Size([32, 3, 8, 8]) torch.int64
         torch.Size([4, 3, 8, 8]) torch.int64
     """
+    check({"cache_dir": (cache_dir, or_none(PATH)), "name": (name, or_none(TEXT)), "wait": (wait, FLAG)})
     settings = _known({} if precompute is None else precompute)
     direct = {name: loader.pop(name) for name in _direct_names() if name in loader}
     if twice := direct.keys() & settings.keys():

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from stoker.arguments import FLAG, NUMBER, check, finite, one_or_several, whole
 from stoker.errors import ConfigError, arg
 from stoker.loader.assembly import MASK, OFFSETS, PACKED, pack
 from stoker.loader.batch import RecordBatch
@@ -21,7 +22,7 @@ from stoker.loader.choose import START
 from stoker.loader.order import normal, uniform
 from stoker.loader.transform import FieldTransform
 from stoker.schema import FLOATS, LENGTHS_SUFFIX, SHAPE_SUFFIX
-from stoker.sources.arguments import check_bool, check_int, check_number, check_numbers, parse_names
+from stoker.sources.arguments import parse_names
 
 LOGVAR_RANGE = (-30.0, 20.0)
 """Logarithms of variances are clamped to these, as in diffusers: the exponential of more overflows."""
@@ -79,16 +80,16 @@ class DrawLatent(FieldTransform):
         given = [name for name in ("std", "logvar", "moments") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"DrawLatent has {' and '.join(given)}", hint="Name one of them")
-        check_numbers("DrawLatent: scale", self.scale)
-        check_numbers("DrawLatent: shift", self.shift)
-        check_bool("DrawLatent: random", self.random)
+        check({"DrawLatent: scale": (self.scale, one_or_several(finite()))})
+        check({"DrawLatent: shift": (self.shift, one_or_several(finite()))})
+        check({"DrawLatent: random": (self.random, FLAG)})
         names = (self.mean, self.name, *(getattr(self, name) for name in given))
         parse_names("DrawLatent: a field", names, "the name of a field")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ConfigError(
                 f"DrawLatent(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
             )
-        check_int("DrawLatent: axis", self.axis)
+        check({"DrawLatent: axis": (self.axis, whole())})
         if self.axis >= 0:
             raise ConfigError(f"DrawLatent(axis={self.axis})", hint="Count from the last: -3 for (C, H, W)")
 
@@ -236,7 +237,7 @@ class DropCondition(FieldTransform):
     def __post_init__(self) -> None:
         """Refuse a wrong probability, and a null without one of the fields."""
         names = parse_names("DropCondition: fields", self.fields, "the name of a field")
-        check_number("DropCondition: p", self.p, least=0, most=1)
+        check({"DropCondition: p": (self.p, finite(least=0, most=1))})
         if not isinstance(self.null, Mapping):
             _check_null(self.null, "null")
             return
@@ -353,7 +354,7 @@ class DropCondition(FieldTransform):
 
 def _check_null(null: object, what: str) -> None:
     if null is not None and not isinstance(null, Tensor | bool):
-        check_number(f"DropCondition: the {what}", null, finite=False)
+        check({f"DropCondition: the {what}": (null, NUMBER)})
 
 
 def _hint_at_names(name: str, null: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.arguments import AXES, FLAG, IMAGE_SIZE, check, finite, one_or_several, whole
 from stoker.errors import ConfigError
 from stoker.latents import DrawLatent, DropCondition
 from stoker.loader.batch import RecordBatch, Role, WindowBatch, time_field, to_device
@@ -24,16 +25,7 @@ from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.loader.transform import FieldTransform, ImageCut, as_transforms, run
 from stoker.runtime.threads import Pool
 from stoker.schema import FLOATS
-from stoker.sources.arguments import (
-    check_axes,
-    check_bool,
-    check_fields,
-    check_int,
-    check_number,
-    check_numbers,
-    check_size,
-    parse_list,
-)
+from stoker.sources.arguments import parse_list, parse_names
 from stoker.sources.image_geometry import Rules
 
 if TYPE_CHECKING:
@@ -196,6 +188,13 @@ def _list(tensors: Mapping[TensorKey, Any]) -> str:
     return ", ".join(f"{key.name} {shape}" for key, shape in shapes.items()) or "none"
 
 
+def _check_fields(transform: object, fields: object) -> None:
+    """Refuse what is not a list of names, or None; one name alone becomes a list."""
+    if fields is not None:
+        names = parse_names(f"{type(transform).__name__}: fields", fields, "the name of a field")
+        object.__setattr__(transform, "fields", names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalize(FieldTransform):
     """Normalizes values: `(x - mean) / std`, computed in float32.
@@ -227,10 +226,10 @@ class Normalize(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong mean, std, axis or dtype."""
-        check_numbers("Normalize: mean", self.mean)
-        check_numbers("Normalize: std", self.std, above=0)
-        check_axes((self.axis,))
-        check_fields(self, self.fields)
+        check({"Normalize: mean": (self.mean, one_or_several(finite()))})
+        check({"Normalize: std": (self.std, one_or_several(finite(above=0)))})
+        check({"axes": ((self.axis,), AXES)})
+        _check_fields(self, self.fields)
         if self.dtype is not None and self.dtype not in FLOATS:
             raise ConfigError(
                 f"Normalize(dtype={self.dtype!r})", hint=f"Expected {', '.join(sorted(FLOATS))}"
@@ -318,8 +317,8 @@ class Noise(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong deviation."""
-        check_numbers("Noise: std", self.std, least=0)
-        check_fields(self, self.fields)
+        check({"Noise: std": (self.std, one_or_several(finite(least=0)))})
+        _check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with noise on it."""
@@ -394,7 +393,7 @@ class Views(FieldTransform):
 
     def __post_init__(self) -> None:
         """Refuse less than one view."""
-        check_int("Views: count", self.count, least=1)
+        check({"Views: count": (self.count, whole(least=1))})
         if not as_transforms(self.transforms):
             raise ConfigError(
                 "Views without transforms", hint="Give what makes a view, as transforms=[Noise(0.1)]"
@@ -450,11 +449,11 @@ class Flip(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong axis or probability."""
-        check_axes((self.axis,))
-        check_number("Flip: p, a probability,", self.p, least=0, most=1)
+        check({"axes": ((self.axis,), AXES)})
+        check({"Flip: p, a probability,": (self.p, finite(least=0, most=1))})
         for channel in parse_list("Flip: negate", self.negate, "places of channels, as (0,)"):
-            check_int("Flip: negate", channel, least=0)
-        check_fields(self, self.fields)
+            check({"Flip: negate": (channel, whole(least=0))})
+        _check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with some of its examples mirrored."""
@@ -510,8 +509,8 @@ class Roll(FieldTransform):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a wrong axis."""
-        check_axes(self.axes)
-        check_fields(self, self.fields)
+        check({"axes": (self.axes, AXES)})
+        _check_fields(self, self.fields)
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """Return the batch with every example shifted."""
@@ -555,15 +554,15 @@ class Crop(FieldTransform):
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
-        check_axes(self.axes)
+        check({"axes": (self.axes, AXES)})
         if self.border not in get_args(Border):
             raise ConfigError(f"Crop(border={self.border!r})", hint=f"Expected {', '.join(get_args(Border))}")
-        check_fields(self, self.fields)
-        check_int("Crop: padding, at each edge,", self.padding)
+        _check_fields(self, self.fields)
+        check({"Crop: padding, at each edge,": (self.padding, whole())})
         for size in (
             (self.size,) if isinstance(self.size, int) else parse_list("Crop: size", self.size, "numbers")
         ):
-            check_int("Crop: size", size)
+            check({"Crop: size": (size, whole())})
         if min(self._sizes) < 1 or self.padding < 0 or len(self._sizes) != len(self.axes):
             raise ConfigError(
                 f"Crop(size={self.size!r}, axes={tuple(self.axes)}, padding={self.padding})",
@@ -639,8 +638,8 @@ class Take(FieldTransform):
             raise ConfigError(
                 f"Take: slices is {given!r}", hint="Expected a slice by axis, as {-2: slice(0, 64, 4)}"
             )
-        check_axes(tuple(self.slices))
-        check_fields(self, self.fields)
+        check({"axes": (tuple(self.slices), AXES)})
+        _check_fields(self, self.fields)
         if any(one.step is not None and one.step < 1 for one in self.slices.values()):
             raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1", hint="Mirror with Flip")
 
@@ -744,9 +743,9 @@ class Decode(FieldTransform):
     def __init__(
         self, size: tuple[int, int], *, field: str = "image", threads: int | None = None, **rules: Any
     ) -> None:
-        check_size("Decode", size)
+        check({"Decode: size": (size, IMAGE_SIZE)})
         if threads is not None:
-            check_int("Decode: threads", threads, least=1)
+            check({"Decode: threads": (threads, whole(least=1))})
         self._rules = Rules(size=size, **rules)
         if self._rules.fit == "short":
             raise ConfigError(
@@ -820,8 +819,8 @@ class CropImages(FieldTransform):
 
     def __post_init__(self) -> None:
         """Refuse what is not a size."""
-        check_size("CropImages", self.size)
-        check_bool("CropImages: random", self.random)
+        check({"CropImages: size": (self.size, IMAGE_SIZE)})
+        check({"CropImages: random": (self.random, FLAG)})
 
     def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
         """Return the batch with its images cropped."""

@@ -56,6 +56,16 @@ def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
     assert "name another place" in message
 
 
+def test_a_missing_argument_is_described_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_app(app, ["cache", "why", "--json"])
+
+    assert stop.value.code == 2
+    hint = json.loads(capsys.readouterr().out)["hint"]
+    assert "A: A cache, a recipe's folder, or a CONFIG file" in hint
+    assert "nearest cache" in hint
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

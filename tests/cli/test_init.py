@@ -487,6 +487,17 @@ def test_train_on_data_says_how_to_begin(folder: Path) -> None:
     assert f"stoker init {path}" in run_json("train", path, exit_code=3)["hint"]
 
 
+def test_data_that_is_not_there_is_said_before_a_settings_file_that_is(folder: Path) -> None:
+    Path("stoker.yaml").write_text("of an earlier day")
+
+    told = run_json("init", "nope", exit_code=3)
+
+    assert "nope" in told["error"]
+    assert "stoker.yaml" not in told["error"]
+    run_json("init", "data.h5", exit_code=3)
+    assert Path("stoker.yaml").read_text() == "of an earlier day"
+
+
 def test_the_schema_and_all_settings_are_printed(folder: Path) -> None:
     schema = json.loads(run("init", "--schema")[0])
     every = run("init", "--all")[0]

@@ -237,9 +237,15 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, content: byte
         pytest.param({"patch": (1, 96)}, r"patch=\(1, 64\)", id="patch-does-not-divide"),
         pytest.param({"tokens": 128}, "tokens=64", id="upsampling"),
         pytest.param({"grid": (34, 34), "patch": (2, 2), "tokens": 19}, "tokens=18", id="no-layout"),
-        pytest.param({"dim": 0}, "dim must be at least 1", id="dim-0"),
+        pytest.param({"dim": 0}, "dim is 0. Expected .* at least 1", id="dim-0"),
         pytest.param({"grid": (256,)}, r"\(H, W\)", id="grid-of-one"),
-        pytest.param({"seed": -1}, "seed must be 0 or more", id="seed"),
+        pytest.param({"seed": -1}, "seed is -1. Expected .* at least 0", id="seed"),
+        pytest.param({"channels": "1"}, "channels is '1'", id="channels-text"),
+        pytest.param({"grid": 8}, "grid is 8", id="grid-number"),
+        pytest.param({"patch": "44"}, "patch is '44'", id="patch-text"),
+        pytest.param({"fourier": 5}, "fourier is 5", id="fourier-number"),
+        pytest.param({"field": 5}, "field is 5", id="field-number"),
+        pytest.param({"checkpoint": 5}, "checkpoint is 5", id="checkpoint-number"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_the_cure(change: dict[str, Any], cure: str) -> None:

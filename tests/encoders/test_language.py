@@ -486,9 +486,22 @@ def test_fields_layers_and_sizes_that_do_not_fit_are_refused(folders: dict[str, 
         encoder.schema({"input_ids": Field(shape=(77,), dtype="int32")})
     with pytest.raises(EncoderError, match="'hidden'"):
         encoder.schema({**FIXED, "hidden": Field(shape=(2,), dtype="float32")})
+    other = {"attention_mask": Field(shape=(2,), dtype="bool")}
+    with pytest.raises(EncoderError, match=r"'attention_mask' is bool \(2,\)"):
+        encoder.schema({**FIXED, **other})
     for layers in ([4], [-5], [1, 1], [3, -1], []):
         with pytest.raises(EncoderError, match="3 layers"):
             stoker.HiddenStates(folders["llama"], layers=layers)
+    for wrong in ("2", 1, None, [1.5], ["1"]):
+        with pytest.raises(EncoderError, match="layers is "):
+            stoker.HiddenStates(folders["llama"], layers=wrong)
+    for setting in ({"layer": "1"}, {"norm": "no"}, {"encode_batch": "8"}, {"lengths": 64}, {"output": 5}):
+        with pytest.raises(EncoderError, match=f"{next(iter(setting))} is "):
+            stoker.TextEncoder(folders["bert"], **setting)
+    with pytest.raises(EncoderError, match="folder is 5"):
+        stoker.TextEncoder(5)
+    with pytest.raises(EncoderError, match="temperature is '1'"):
+        stoker.TopK(folders["llama"], k=3, temperature="1")
     for k in (0, VOCABULARY):
         with pytest.raises(EncoderError, match=f"k is {k}"):
             stoker.TopK(folders["llama"], k=k)

@@ -114,6 +114,59 @@ def test_a_cache_has_the_moments_of_each_image_whatever_its_neighbors(folder: Pa
     assert not list((tmp_path).glob("**/*folder:*")), "the weights stay in the folder of the model"
 
 
+SIZES = [(32, 48), (48, 32), (40, 40)]
+
+
+def pictures(sizes: list[tuple[int, int]], count: int = 9) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, *sizes[n % len(sizes)]) for n in range(count)]
+    return [
+        {"image": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator), "label": n}
+        for n, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [(32, 48), (32, 64)], [(32, 48), (64, 48)]])
+def test_pictures_of_several_sizes_have_the_latents_that_each_has_alone(
+    folder: Path, tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
+    data = pictures(sizes)
+
+    cache = stoker.precompute(
+        data, stoker.VAEEncoder(folder, encode_batch=4), tmp_path, name="p", device="cpu", workers=0
+    )
+
+    alone = [stoker.VAEEncoder(folder).encode({"image": sample["image"][None]}) for sample in data]
+    for n, one in enumerate(alone):
+        assert torch.equal(cache[n]["mean"], one["mean"][0])
+        assert torch.equal(cache[n]["std"], one["std"][0])
+    seen: list[int] = []
+    for batch in stoker.Loader(cache, 2, shuffle=True, batch_by="shape", device="cpu"):
+        assert batch["mean"].shape == batch["std"].shape
+        assert all(
+            torch.equal(m, alone[n]["mean"][0]) for n, m in zip(batch["label"], batch["mean"], strict=True)
+        )
+        seen += batch["label"].tolist()
+    assert sorted(seen) == list(range(9))
+
+
+def test_it_keeps_the_promises_of_an_encoder_for_pictures_of_several_sizes(folder: Path) -> None:
+    source = stoker.TorchSource(pictures(SIZES))
+
+    check_encoder(stoker.VAEEncoder(folder), source.schema(), steps=32)
+
+
+def test_a_picture_whose_size_does_not_fit_is_set_aside_with_its_size(folder: Path, tmp_path: Path) -> None:
+    data = pictures([*SIZES, (32, 44)], 8)
+
+    cache = stoker.precompute(
+        data, stoker.VAEEncoder(folder), tmp_path, name="p", device="cpu", workers=0, max_quarantined=0.25
+    )
+
+    assert sorted(cache.quarantined) == [3, 7]
+    assert "32 x 44" in cache.quarantined[3].error
+
+
 def test_the_identity_names_weights_and_settings_but_no_place(folder: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved")
     first = stoker.VAEEncoder(folder).identity()
@@ -223,3 +276,9 @@ def test_a_settings_file_names_it(folder: Path, tmp_path: Path, monkeypatch: pyt
     wanted = stoker.VAEEncoder(folder).encode({"image": images()})
     assert torch.allclose(cache[1]["mean"], wanted["mean"][1], atol=1e-5)
     assert torch.allclose(cache[1]["std"], wanted["std"][1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", ["01", 1, None, (0,), (0, 1, 2), (1, 0), ("0", "1")])
+def test_a_range_that_is_not_two_rising_numbers_is_refused(folder: Path, value: Any) -> None:
+    with pytest.raises(EncoderError, match="value_range is "):
+        stoker.VAEEncoder(folder, value_range=value)

@@ -104,6 +104,12 @@ def test_a_checkpoint_stands_for_its_weights(tmp_path: Path) -> None:
         ({"dim": 1}, "2 channels"),
         ({"tokens": 4096}, "4096"),
         ({"space": 4}, "4"),
+        ({"fields": "u"}, "fields is 'u'"),
+        ({"channels": "1"}, "channels is '1'"),
+        ({"dim": 1.5}, "dim is 1.5"),
+        ({"seed": "1"}, "seed is '1'"),
+        ({"coords": 5}, "coords is 5"),
+        ({"checkpoint": 5}, "checkpoint is 5"),
         ({"moving": "x"}, "x"),
     ],
 )

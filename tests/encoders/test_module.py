@@ -463,3 +463,41 @@ def test_a_module_of_torchscript_that_normalises_by_its_batch_is_refused() -> No
 
     with pytest.raises(EncoderError, match=r"BatchNorm1d.* normalizes by its batch"):
         ModuleEncoder(scripted(module), version="1")
+
+
+class Moments(nn.Module):
+    """Takes images of 16 x 16 and more, and names what it returns."""
+
+    def __init__(self, made: Any = dict) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 4, 16, 16)
+        self.made = made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(mean=self.patches(x), std=self.patches(x))
+
+
+ONE_SIZE = {"image": Field(shape=(3, 64, 64), dtype="float32")}
+ANY_SIZE = {
+    "image": Field(shape=(-1,), dtype="float32", ragged=True, axes=("3", "*", "*")),
+    "image.shape": Field(shape=(3,), dtype="int64"),
+}
+
+
+@pytest.mark.parametrize("samples", [ONE_SIZE, ANY_SIZE])
+def test_a_module_that_returns_a_dict_is_told_so_for_images_of_one_and_of_several_sizes(samples: Any) -> None:
+    encoder = ModuleEncoder(Moments(), field="image", output=("mean", "std"), version="1")
+
+    with pytest.raises(EncoderError, match=r"returned \(dict\) .*\['mean', 'std'\]") as caught:
+        encoder.schema(samples)
+
+    assert "output=" in caught.value.hint
+
+
+def failing(x: Tensor) -> Tensor:
+    raise RuntimeError(f"the module does not like {x.shape[2]} x {x.shape[3]}")
+
+
+def test_a_module_that_takes_no_size_is_refused_with_the_error_of_a_usual_one() -> None:
+    with pytest.raises(EncoderError, match=r"\(1, 3, 64, 64\).*does not like 64 x 64"):
+        ModuleEncoder(failing, field="image").schema(ANY_SIZE)

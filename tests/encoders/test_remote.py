@@ -87,6 +87,17 @@ def test_text_is_sent_as_text(server: ModelServer) -> None:
     assert len(server.requests) == 1
 
 
+def test_a_sample_without_text_is_set_aside_as_empty(server: ModelServer, tmp_path: Path) -> None:
+    source = stoker.TorchSource([{"caption": "a cat"}, {"caption": ""}], text={"caption": "bytes"})
+
+    cache = stoker.precompute(
+        source, encoder(server, field="caption"), tmp_path, name="c", device="cpu", workers=0,
+        max_quarantined=0.5,
+    )  # fmt: skip
+
+    assert "'caption' of the sample is empty" in cache.quarantined[1].error
+
+
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_hidden_states_of_padded_tokens_are_those_of_the_real_ones(server: ModelServer, api: str) -> None:
     found = encoder(server, api=api).encode(batch(*ROWS))
@@ -471,3 +482,13 @@ def test_fields_that_a_server_cannot_take_are_refused(server: ModelServer) -> No
         encoder(server, api="vllm").schema(text)
     with pytest.raises(EncoderError, match="float32"):
         encoder(server).schema({"input_ids": Field(shape=(5,), dtype="float32")})
+
+
+def test_a_mask_of_another_shape_than_the_tokens_is_refused(server: ModelServer) -> None:
+    tokens, other = Field(shape=(5,), dtype="int32"), Field(shape=(3,), dtype="bool")
+    samples = {"input_ids": tokens, "attention_mask": other}
+
+    with pytest.raises(EncoderError, match=r"'attention_mask' is bool \(3,\).*'input_ids' are \(5,\)"):
+        encoder(server).schema(samples)
+
+    assert "attention_mask" in encoder(server, attention_mask="none").schema(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ import stoker
 from stoker.errors import ConfigError, EncoderError, IncompleteError, Interrupted
 from stoker.precompute import PrecomputeReport, PrecomputeSettings
 from stoker.precompute.engine import CacheWish, run_together
-from stoker.precompute.progress import Snapshot
+from stoker.precompute.progress import LineProgress, Snapshot
 from stoker.store import open_cache
 from tests.kit import forked as subprocess
 from tests.precompute import fill_several
@@ -493,3 +494,22 @@ def test_no_encoder_and_fields_that_are_not_there_are_refused(tmp_path: Path) ->
         stoker.precompute(FakeSource((4,)), {}, tmp_path, name="c")
     with pytest.raises(EncoderError, match="store field 'caption'; the sample has data, nu"):
         stoker.precompute(FakeSource((4,)), {"a": FakeEncoder(), "b": ["caption"]}, tmp_path, name="c")
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_after_an_edit_the_log_says_what_was_taken_from_earlier_caches(tmp_path: Path, several: bool) -> None:
+    encoder = stoker.ModuleEncoder(torch.nn.Linear(2, 3), field="x", version="1")
+    encoders: Any = {"one": encoder, "two": ["x"]} if several else encoder
+    data = [{"x": torch.full((2,), float(n))} for n in range(20)]
+    out = io.StringIO()
+
+    for version in ("before", "after"):
+        stoker.precompute(
+            stoker.TorchSource(data, version=version), encoders, tmp_path, name="c", workers=0,
+            progress=LineProgress(out, first_s=0),
+        )  # fmt: skip
+        data[3] = {"x": torch.full((2,), 99.0)}
+
+    said = "2 of 40 records of 2 caches encoded, 38 adopted" if several else "1 of 20 encoded, 19 adopted"
+    assert said in out.getvalue().splitlines()[-1]
+    assert "reused" not in out.getvalue()

@@ -291,10 +291,65 @@ def test_what_does_not_fit_is_refused_with_what_would(folder: Path, tmp_path: Pa
         stoker.Tokenize(data(), folder, max_length=0)
     with pytest.raises(SourceError, match="label"):
         stoker.Tokenize(stoker.TorchSource(data(), text={"caption": "drop"}), folder).schema()
-    with pytest.raises(SourceError, match=r"TorchSource\(dataset, text="):
-        stoker.Tokenize([{"caption": torch.ones(3)}] * 3, folder).schema()
+    words = stoker.TorchSource([{"caption": "a"}], text={"caption": ["a", "b"]})
+    with pytest.raises(SourceError, match=r"text=\{'caption': 'bytes'\}"):
+        stoker.Tokenize(words, folder).schema()
     with pytest.raises(SourceError, match="'input_ids'"):
         stoker.Tokenize([{"caption": "a", "input_ids": 3}] * 3, folder).schema()
+
+
+@pytest.mark.parametrize("value", [3, None, [97, 98], torch.ones(3)])
+def test_a_caption_that_is_not_text_is_refused_with_its_value(folder: Path, value: Any) -> None:
+    with pytest.raises(SourceError, match=r"item 0 .*'caption' is .*and text was expected") as caught:
+        stoker.Tokenize([{"caption": value}], folder).schema()
+    assert str(value)[:8] in caught.value.fact
+
+    late = stoker.Tokenize([{"caption": "a"}] * 40, folder)
+    late._source._dataset[1] = {"caption": value}  # sample 1 is not probed
+    with pytest.raises(SourceError, match=r"item 1 .*'caption'"):
+        late.read(1)
+
+
+@pytest.mark.parametrize(("items", "meant"), [([{"n": 1, "caption": "a"}], "caption"), (["a cat"], "data")])
+def test_a_misspelt_field_of_text_is_named_with_the_one_that_was_meant(
+    folder: Path, items: list[Any], meant: str
+) -> None:
+    with pytest.raises(SourceError, match="'captoin'") as caught:
+        stoker.Tokenize(items, folder, field="captoin").schema()
+
+    assert repr(meant) in caught.value.hint
+    assert "input_ids" in stoker.Tokenize(items, folder, field=meant).schema()
+
+
+def test_of_a_source_the_field_of_text_is_proposed(folder: Path) -> None:
+    source = stoker.TorchSource([{"n": 1, "title": "a"}], text={"title": "bytes"})
+
+    with pytest.raises(SourceError, match="'caption'") as caught:
+        stoker.Tokenize(source, folder).schema()
+
+    assert "field='title'" in caught.value.hint
+
+
+def test_from_plain_captions_each_error_leads_to_tokens(folder: Path, tmp_path: Path) -> None:
+    """What a new user tries, one after the other: each hint is a call that works."""
+    captions = [{"caption": "a red cat", "page": "x.org"}, {"caption": "two dog sleeps", "page": "y.org"}]
+    encoder = stoker.TextEncoder(make_bert(tmp_path / "bert"))
+
+    def encode(source: Any) -> stoker.Cache:
+        return stoker.precompute(source, encoder, tmp_path, name="c", workers=0, progress=None)
+
+    with pytest.raises(SourceError, match="'caption' is text") as first:
+        encode(captions)
+    assert "stoker.Tokenize(dataset, folder, field='caption')" in first.value.hint
+    assert "'bytes'" in first.value.hint
+    with pytest.raises(SourceError, match="'page' is text") as second:
+        encode(stoker.Tokenize(captions, folder, field="caption"))
+    assert "text={'caption': 'bytes', 'page': 'drop'}" in second.value.hint
+    source = stoker.TorchSource(captions, text={"caption": "bytes", "page": "drop"})
+    with pytest.raises(stoker.errors.EncoderError, match="'input_ids'") as third:
+        encode(source)
+    assert "stoker.Tokenize(" in third.value.hint
+    assert len(encode(stoker.Tokenize(source, folder, max_length=7))) == 2
 
 
 def test_a_tokenizer_without_a_token_to_pad_with_says_so(folder: Path, tmp_path: Path) -> None:

@@ -265,6 +265,28 @@ def test_what_is_no_map_style_dataset() -> None:
         TorchSource(Items(lambda i: i, count=-1))
     with pytest.raises(ConfigError, match="3 keys for 20 samples"):
         TorchSource(Items(lambda i: i), keys=["a"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["a", None], r"keys\[1\], the key of sample 1, is None"),
+        ([5, True], r"keys\[1\].* is True"),
+        ([1.5, 2.5], r"keys\[0\].* is 1\.5"),
+        (torch.arange(2), r"keys\[0\].* is tensor\(0\).*tolist"),
+        ([b"a", b"b"], r"keys\[0\].* is b'a'"),
+        ("ab", "'ab' for 2 samples"),
+        (3, "3 for 2 samples"),
+    ],
+)
+def test_a_key_that_is_neither_text_nor_a_number_is_refused_with_its_sample(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        TorchSource([1.0, 2.0], keys=keys)
+
+
+def test_samples_may_share_a_key_and_whole_numbers_are_keys():
+    assert TorchSource([1.0, 2.0, 3.0], keys=["a", "b", "a"]).keys() == ["a", "b", "a"]
+    assert TorchSource([1.0, 2.0], keys=np.array([7, 8])).keys() == ["7", "8"]
     with pytest.raises(ConfigError, match=r"name \['u'\]; the fields are data"):
         TorchSource(Items(lambda i: i), time=("u",)).schema()
 

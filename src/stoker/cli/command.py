@@ -469,6 +469,7 @@ TELL_S = 10.0
 WIDE = 100_000
 """Columns when standard output is not a terminal: a row of a table in a file or a pipe is one line."""
 UsageError = cast("type[Exception]", typer.BadParameter.__base__)
+_MISSING = tuple(kind for kind in typer.BadParameter.__subclasses__() if kind.__name__ == "MissingParameter")
 """Error of the parser for a command typed wrong; some versions of typer carry a copy of click."""
 
 
@@ -824,6 +825,8 @@ def _wrong_usage(error: Any) -> tuple[str, str]:
     option = getattr(error, "option_name", None)
     if option and said.startswith("No such option"):
         return f"No such option: {option}", f"{_option_hint(error, option)}{takes}"
+    if isinstance(error, _MISSING):
+        return said, f"{_arguments_in_words(error)}{takes}"
     refused = getattr(error.__cause__, "errors", list[Any])()
     match = _NOT_VALID.fullmatch(error.message.rstrip("."))
     if match and refused and error.param is not None:
@@ -839,6 +842,17 @@ def _wrong_usage(error: Any) -> tuple[str, str]:
         return fact, "Did you mean " + (near if named else near.replace("'", f"'{path} ", 1))
     hint = getattr(error, "hint", "")
     return fact, f"{hint}. {takes}" if hint else takes
+
+
+def _arguments_in_words(error: Any) -> str:
+    """Return what each argument of a command is, which its name alone may not say."""
+    params = error.ctx.command.params if error.ctx is not None else []
+    named = {
+        str(param.metavar or param.name.upper()): str(param.help).rstrip(".")
+        for param in params
+        if param.param_type_name == "argument" and getattr(param, "help", None)
+    }
+    return "".join(f"{name}: {help}. " for name, help in named.items())
 
 
 def _option_hint(error: Any, option: str) -> str:

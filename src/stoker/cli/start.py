@@ -110,16 +110,14 @@ def init(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     if path.is_dir() or not path.parent.is_dir():
         fact = f"{path} is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
         raise ConfigError(fact, hint="Name a file in a folder that is there, as --out stoker.yaml")
-    if path.exists() and not force:
-        raise ConfigError(
-            f"{path} exists", hint="Add --force to write over it, or name another file with --out"
-        )
     if example is not None:
+        _refuse_to_replace(path, force)
         _write_example(out, example, path)
         return
     from stoker.runtime.files import replace_atomically
 
     found = _looked_at(what or [])
+    _refuse_to_replace(path, force)  # data that is not there comes first: it would be named in that file
     with replace_atomically(path) as temporary:
         temporary.write_text(found.to_yaml())
     out.show(found, show_finding)
@@ -129,6 +127,18 @@ def init(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         out.note(
             f"wrote {path}. Next: stoker precompute {path}, and then train in Python on "
             f"stoker.Loader({found.cache!r}, batch_size=64, shuffle=True)"
+        )
+
+
+def _refuse_to_replace(path: Path, force: bool) -> None:
+    """Refuse to write over a file.
+
+    Raises:
+        ConfigError: It is there, and `force` was not given.
+    """
+    if path.exists() and not force:
+        raise ConfigError(
+            f"{path} exists", hint="Add --force to write over it, or name another file with --out"
         )
 
 

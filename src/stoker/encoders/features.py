@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from stoker.arguments import BATCH, FLAG, NAME, PATH, TEXT, check, or_none
 from stoker.encoders.pretrained import ATTENTION, VOLATILE, quiet, read_json
 from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.encoders.weights import WeightsDigest
@@ -94,8 +95,9 @@ class FeatureEncoder:
                 raise EncoderError(
                     f"{arg(name, value)} is unknown", hint=f"Expected {' or '.join(get_args(known))}"
                 )
-        if encode_batch is not None and encode_batch < 1:
-            raise EncoderError(f"encode_batch must be at least 1 image, got {encode_batch}")
+        check({"folder": (folder, PATH), "encode_batch": (encode_batch, BATCH)}, EncoderError)
+        check({"field": (field, NAME), "output": (output, NAME)}, EncoderError)
+        check({"revision": (revision, or_none(TEXT)), "download": (download, FLAG)}, EncoderError)
         self._folder = _resolve_folder(folder, revision, download=download)
         self._pooling: Pooling = pooling
         self._processor: Processor = processor
@@ -137,9 +139,11 @@ class FeatureEncoder:
                 hint="Set FeatureEncoder(field=...) to the one with images",
             )
         if image.ragged or image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] != 3:
+            shape = (*image.axes, *image.shape[1:]) if image.folded else image.shape
             raise EncoderError(
-                f"field {self._field!r} is {image.dtype} {image.shape}",
-                hint=f"Expected uint8 images (3, H, W), as {arg('size', ..., call='ImageSource')} gives them",
+                f"field {self._field!r} is {image.dtype} ({', '.join(map(str, shape))})",
+                hint="Expected uint8 images (3, H, W) of one size, as "
+                f"{arg('size', ..., call='ImageSource')} gives them",
             )
         passed = {name: field for name, field in sample_schema.items() if name != self._field}
         if self._output in passed:

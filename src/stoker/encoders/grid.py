@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.arguments import NAME, PATH, SIZES, check, or_none, whole
 from stoker.encoders.protocol import EncodeBatchSize, SampleShapes, fixed_batch_size, schema_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
 from stoker.encoders.wrappers import KEEPING, NORMALIZED, STEADY, weights_of
@@ -271,13 +272,13 @@ class GridEncoder:
 
     def __post_init__(self) -> None:
         """Check the settings, then make or load the weights."""
+        check({name: (getattr(self, name), SIZES) for name in ("grid", "patch", "fourier")}, EncoderError)
+        counts = ("channels", "tokens", "dim")
+        check({name: (getattr(self, name), whole(least=1)) for name in counts}, EncoderError)
+        check({"seed": (self.seed, whole(least=0)), "field": (self.field, NAME)}, EncoderError)
+        check({"checkpoint": (self.checkpoint, or_none(PATH))}, EncoderError)
         self.grid, self.patch = _sizes("grid", self.grid), _sizes("patch", self.patch)
         self.fourier = tuple(self.fourier)
-        for name in ("channels", "tokens", "dim"):
-            if getattr(self, name) < 1:
-                raise EncoderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise EncoderError(f"seed must be 0 or more, got {self.seed}")
         self._cells = plan_cells(self.grid, self.patch, self.tokens)
         values = self._cells.points * self.channels
         shapes = {"project": (values, self.dim), "position": (self.tokens, self.dim)}

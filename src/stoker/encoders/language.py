@@ -19,15 +19,18 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from stoker.arguments import FLAG, LENGTHS, NAME, check, number, or_none, several, whole
 from stoker.encoders.pretrained import (
     ATTENTION,
+    TOKEN_DTYPES,
     FolderEncoder,
     ModelFolder,
+    check_mask,
     missing_package,
     passed_fields,
     refuse_left_padding,
     refuse_missing,
-    required_field,
+    required_tokens,
 )
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, arg
@@ -41,6 +44,8 @@ Attend: TypeAlias = Literal["real", "all"]
 """`real`: no token attends to padding. `all`: of a fixed length, tokens attend to padding as to any token.
 What ragged samples are padded with in a batch is never attended to."""
 
+_LAYERS = several(whole(), "a list of whole numbers, as [8, 16, -1]")
+_TEMPERATURE = number("a number above 0, as 1.0", least=0.0, above=True)
 RAGGED_BATCH = 8
 """Samples in one call, where ragged samples are encoded several at a time."""
 _TRIED = 8
@@ -96,6 +101,7 @@ class LanguageEncoder(FolderEncoder):
         encode_batch: int | None,
         lengths: Sequence[int] | None,
     ) -> None:
+        check({"field": (field, NAME), "lengths": (lengths, LENGTHS)}, EncoderError)
         model = ModelFolder(folder, "model")
         stated = model.config.get("dtype") or model.config.get("torch_dtype") or "float32"
         super().__init__(model, str(stated) if dtype is None else dtype, encode_batch)
@@ -110,7 +116,7 @@ class LanguageEncoder(FolderEncoder):
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """Return the size given, else about 8 MiB of samples and records a call; ragged samples by length."""
-        if not required_field(sample_schema, self._field, type(self).__name__).ragged:
+        if not required_tokens(sample_schema, self._field, type(self).__name__).ragged:
             return super().encode_batch_size(sample_schema)
         samples = (self._encode_batch or RAGGED_BATCH) if self._lengths else 1
         return EncodeBatchSize(samples=samples, lengths=self._lengths)
@@ -126,11 +132,12 @@ class LanguageEncoder(FolderEncoder):
             EncoderError: It is missing, or does not hold tokens.
         """
         call = type(self).__name__
-        field = required_field(sample_schema, self._field, call)
-        if field.dtype not in ("int16", "int32", "int64") or len(field.shape) != 1:
+        field = required_tokens(sample_schema, self._field, call)
+        if field.dtype not in TOKEN_DTYPES or len(field.shape) != 1:
             raise EncoderError(
                 f"field {self._field!r} is {field.dtype} {field.shape}, not token numbers of shape (L,)",
-                hint="Make them of text with stoker.Tokenize(source, folder)",
+                hint=f"Make them of text: give stoker.Tokenize(dataset, folder, field={self._field!r}) in "
+                f"place of the dataset, and leave {arg('field', self._field, call=call)} out",
             )
         limit = self._sizes.positions
         if not field.ragged and limit is not None and field.shape[0] > limit:
@@ -344,6 +351,10 @@ class TextEncoder(_StateEncoder):
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
         if attend not in get_args(Attend):
             raise EncoderError(f"{arg('attend', attend)} is unknown", hint="Expected real or all")
+        names = {"output": output, "mask": mask, "attention_mask": attention_mask}
+        check({name: (value, NAME) for name, value in names.items()}, EncoderError)
+        check({"pooled": (pooled, or_none(NAME)), "layer": (layer, whole())}, EncoderError)
+        check({"norm": (norm, or_none(FLAG))}, EncoderError)
         self._layers = _resolved([layer], self._sizes.layers, self._folder.path)
         self._norm, self._mask_field = norm, attention_mask
         self._attend: Attend = attend
@@ -366,6 +377,7 @@ class TextEncoder(_StateEncoder):
         if self._pooled:
             made[self._pooled] = Field(shape=(self._pooled_size(),), dtype=self._dtype)
         if not field.ragged and self._mask_field in sample_schema:
+            check_mask(sample_schema, self._field, self._mask_field, "TextEncoder")
             taken.add(self._mask_field)
             made[self._mask_output] = Field(shape=field.shape, dtype="bool")
         return passed_fields(sample_schema, taken, made, "TextEncoder")
@@ -499,6 +511,8 @@ class HiddenStates(_StateEncoder):
         lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
+        check({"layers": (layers, _LAYERS), "norm": (norm, or_none(FLAG))}, EncoderError)
+        check({"output": (output, NAME)}, EncoderError)
         self._layers = _resolved(layers, self._sizes.layers, self._folder.path)
         self._norm, self._output = norm, output
 
@@ -594,14 +608,13 @@ class TopK(LanguageEncoder):
         lengths: Sequence[int] | None = TOKEN_LENGTHS,
     ) -> None:
         super().__init__(folder, field, dtype=dtype, encode_batch=encode_batch, lengths=lengths)
+        check({"k": (k, whole()), "temperature": (temperature, _TEMPERATURE)}, EncoderError)
         if not 1 <= k < self._sizes.vocabulary:
             raise EncoderError(
                 f"k is {k}, the model in {self._folder.path} has {self._sizes.vocabulary} tokens",
                 hint=f"Expected 1 to {self._sizes.vocabulary - 1}",
             )
-        if not temperature > 0:
-            raise EncoderError(f"temperature is {temperature}", hint="Expected a number above 0, as 1.0")
-        self._k, self._temperature = k, float(temperature)
+        self._k, self._temperature = int(k), float(temperature)
 
     def schema(self, sample_schema: Schema) -> Schema:
         """Return values, indices and the rest, then the fields that pass through.
@@ -721,7 +734,7 @@ class _Sizes:
 
 def _resolved(layers: Sequence[int], count: int, place: Path) -> tuple[int, ...]:
     """Return layers counted from 0, the embeddings."""
-    found = [layer + count + 1 if layer < 0 else layer for layer in layers]
+    found = [int(layer) + count + 1 if layer < 0 else int(layer) for layer in layers]
     if not found or len({*found}) < len(found) or not all(0 <= layer <= count for layer in found):
         raise EncoderError(
             f"layers are {list(layers)}, the model in {place} has {count} layers",

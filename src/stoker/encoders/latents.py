@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.arguments import NAME, PATH, check, number, several
 from stoker.encoders.pretrained import (
     FolderEncoder,
     ModelFolder,
@@ -17,12 +19,14 @@ from stoker.encoders.pretrained import (
     refuse_missing,
     required_field,
 )
+from stoker.encoders.protocol import EncodeBatchSize, in_own_axes
 from stoker.errors import EncoderError, arg
-from stoker.schema import FLOATS, Field, Json, Schema
+from stoker.schema import FLOATS, SHAPE_SUFFIX, VARIES, Field, Json, Schema, size_field
 
 # The package is optional: it is imported where a model is loaded.
 # pyright: reportMissingImports=false
 
+_RANGE = several(number("a number"), "two numbers, as (0, 1)")
 _SLACK = 1e-3
 """How far a float image may be outside its range, as a fraction of it: resizing may round."""
 _SCALING_FACTOR = 0.18215
@@ -48,13 +52,14 @@ class VAEEncoder(FolderEncoder):
         folder: What `AutoencoderKL.save_pretrained` wrote, or a pipeline with a subfolder `vae`. Nothing is
             downloaded.
         field: The field with images `(3, H, W)`, uint8 or float. H and W must be multiples of the factor by
-            which the model reduces them (8).
+            which the model reduces them (8). They may differ from image to image: then the latents do too.
         mean: Name of the field with the mean.
         std: Name of the field with the standard deviation.
         value_range: Least and largest value of float images: `(0, 1)`, or `(-1, 1)`. A sample with a value
             outside it is quarantined.
         dtype: Of weights and activations: `float32`, `bfloat16` or `float16`. The record is float32.
-        encode_batch: Images in one call; None: about 8 MiB of images and latents.
+        encode_batch: Images in one call; None: about 8 MiB of images and latents. Images of several sizes are
+            encoded one at a time.
 
     Raises:
         EncoderError: The folder holds no such model.
@@ -80,6 +85,8 @@ class VAEEncoder(FolderEncoder):
         dtype: str = "float32",
         encode_batch: int | None = None,
     ) -> None:
+        names = {"field": (field, NAME), "mean": (mean, NAME), "std": (std, NAME)}
+        check({"folder": (folder, PATH), **names, "value_range": (value_range, _RANGE)}, EncoderError)
         place = Path(folder).expanduser()
         if not (place / "config.json").exists() and (place / "vae" / "config.json").exists():
             place /= "vae"
@@ -95,7 +102,7 @@ class VAEEncoder(FolderEncoder):
                 f"the model in {place} overflows in float16 (force_upcast in its config.json)",
                 hint=f"Use {arg('dtype', 'bfloat16')} or float32",
             )
-        if not value_range[1] > value_range[0]:
+        if not (len(value_range) == 2 and value_range[1] > value_range[0]):
             raise EncoderError(f"value_range is {value_range}", hint="Expected two numbers, as (0, 1)")
         self._field, self._mean, self._std = field, mean, std
         self._range = float(value_range[0]), float(value_range[1])
@@ -121,40 +128,60 @@ class VAEEncoder(FolderEncoder):
         image = required_field(sample_schema, self._field, "VAEEncoder")
         colors = int(self._folder.config.get("in_channels", 3))
         known = image.dtype == "uint8" or image.dtype in FLOATS
-        if image.ragged or not known or len(image.shape) != 3 or image.shape[0] != colors:
+        words = [*image.axes, *map(str, image.shape[1 if image.folded else 0 :])]
+        varies = image.ragged and not image.plain
+        if varies or not known or len(words) != 3 or words[0] != str(colors):
             raise EncoderError(
-                f"field {self._field!r} is {image.dtype} {image.shape}",
+                f"field {self._field!r} is {image.dtype} ({', '.join(words)})",
                 hint=f"Expected images ({colors}, H, W), uint8 or float, as "
                 f"{arg('size', ..., call='ImageSource')} gives them",
             )
-        height, width = image.shape[1:]
-        if height % self._reduction or width % self._reduction:
-            near = tuple(max(1, round(n / self._reduction)) * self._reduction for n in (height, width))
+        fixed = [int(word) for word in words[1:] if word != VARIES]
+        if any(size % self._reduction for size in fixed):
+            near = tuple(max(1, round(n / self._reduction)) * self._reduction for n in fixed)
             raise EncoderError(
-                f"images are {height} x {width}, and the model reduces them by {self._reduction}, which does "
-                "not divide that",
-                hint=f"Give the source {arg('size', near)}",
+                f"images are {self._refusal(words[1:])}", hint=f"Give the source {arg('size', near)}"
             )
-        shape = (self._channels, height // self._reduction, width // self._reduction)
-        latent = Field(shape=shape, dtype="float32")
+        sizes = [word if word == VARIES else str(int(word) // self._reduction) for word in words[1:]]
+        latent = self._latent([str(self._channels), *sizes], len(image.axes))
         made = {self._mean: latent, self._std: latent}
-        return passed_fields(sample_schema, {self._field}, made, "VAEEncoder")
+        taken = {self._field}
+        if image.folded:
+            taken.add(self._field + SHAPE_SUFFIX)
+            made |= {name + SHAPE_SUFFIX: size_field(latent) for name in (self._mean, self._std)}
+        return passed_fields(sample_schema, taken, made, "VAEEncoder")
+
+    def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
+        """Return the size given, else about 8 MiB a call; images of several sizes come one at a time."""
+        if required_field(sample_schema, self._field, "VAEEncoder").folded:
+            return EncodeBatchSize(samples=1)
+        return super().encode_batch_size(sample_schema)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Return mean and deviation of the latents of a batch of images.
 
         Raises:
-            ValueError: A float image has values outside `value_range`.
+            ValueError: A float image has values outside `value_range`, or the size of an image does not fit.
             EncoderError: `diffusers` is not installed, or the weights are not those of the model.
         """
+        images, sizes = in_own_axes(batch, self._field), batch.get(self._field + SHAPE_SUFFIX)
+        if any(size % self._reduction or not size for size in images.shape[2:]):
+            raise ValueError(f"the image is {self._refusal(images.shape[2:])}")
         model = self._loaded()
         with self._exact():
-            pixels = self._normalized(batch[self._field]).to(getattr(torch, self._dtype))
+            pixels = self._normalized(images).to(getattr(torch, self._dtype))
             moments: Any = model.encode(pixels).latent_dist
             # Not `moments.std`, which is of the dtype of the model.
             made = {self._mean: moments.mean.float(), self._std: (0.5 * moments.logvar.float()).exp()}
-        rest = {name: value for name, value in batch.items() if name != self._field}
-        return {name: value.contiguous() for name, value in made.items()} | rest
+        taken = {self._field, self._field + SHAPE_SUFFIX}
+        rest = {name: value for name, value in batch.items() if name not in taken}
+        found = {name: value.contiguous() for name, value in made.items()}
+        if sizes is not None:  # the axes that were folded are folded again
+            lead = sizes.shape[1]
+            for name, value in made.items():
+                found[name + SHAPE_SUFFIX] = torch.tensor([value.shape[1 : 1 + lead]], device=sizes.device)
+                found[name] = found[name].flatten(1, lead)
+        return found | rest
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the images of latents, as they are stored or drawn: `latent / scaling_factor + shift_factor`
@@ -171,6 +198,18 @@ class VAEEncoder(FolderEncoder):
         with self._exact():
             images: Tensor = model.decode(latents.to(self._device, getattr(torch, self._dtype))).sample
             return (images.float() + 1) * ((high - low) / 2) + low
+
+    def _latent(self, words: Sequence[str], folded: int) -> Field:
+        """Return the field of a latent with these axes, of which the first `folded` are stored as one."""
+        rest = tuple(map(int, words[folded:]))
+        if not folded:
+            return Field(shape=rest, dtype="float32")
+        return Field(shape=(-1, *rest), dtype="float32", ragged=True, axes=tuple(words[:folded]))
+
+    def _refusal(self, sizes: Sequence[object]) -> str:
+        """Return the size of an image that the model cannot take, and why."""
+        size = " x ".join(map(str, sizes))
+        return f"{size}, and the model reduces both by {self._reduction}, which does not divide that"
 
     def _normalized(self, images: Tensor) -> Tensor:
         """Return float32 images in -1 to 1."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.arguments import NAME, PATH, check, or_none, several, whole
 from stoker.encoders.protocol import EncodeBatchSize, SampleShapes, schema_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded
 from stoker.errors import EncoderError, arg
@@ -37,6 +38,8 @@ MOST_WAVES = 4096
 """Waves at most: the fit holds and factorizes a square matrix of them in float64, 128 MiB."""
 CHUNK_BYTES = 32 * MIB
 """Waves at points that are held at a time."""
+
+_FIELDS = several(NAME, "a list of names of fields, as ('u',)")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -91,12 +94,14 @@ class MeshEncoder:
 
     def __post_init__(self) -> None:
         """Check the settings, then make or load the weights."""
+        check({"fields": (self.fields, _FIELDS), "coords": (self.coords, NAME)}, EncoderError)
+        counts = ("channels", "tokens", "dim", "space")
+        check({name: (getattr(self, name), whole(least=1)) for name in counts}, EncoderError)
+        check({"seed": (self.seed, whole(least=0))}, EncoderError)
+        check({"checkpoint": (self.checkpoint, or_none(PATH))}, EncoderError)
         self.fields = tuple(self.fields)
-        for name in ("channels", "tokens", "dim", "space"):
-            if getattr(self, name) < 1:
-                raise EncoderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.space > 3 or self.seed < 0:
-            raise EncoderError(f"space must be 1 to 3 and seed 0 or more, got {self.space} and {self.seed}")
+        if self.space > 3:
+            raise EncoderError(f"space is {self.space}", hint="Expected 1, 2 or 3")
         if not self.fields or (self.moving is not None and self.moving not in self.fields):
             raise EncoderError(f"moving is {self.moving!r}, which must be one of fields {list(self.fields)}")
         if self.dim < self.channels:

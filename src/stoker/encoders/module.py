@@ -13,6 +13,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Generic, Literal, Protocol, TypeAlias, cast
 
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
+from stoker.arguments import BATCH, LENGTHS, NAMES, TEXT, Kind, check, or_none
+from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size, in_own_axes
 from stoker.encoders.weights import (
     WeightsDigest,
     digest_weights,
@@ -348,6 +350,7 @@ _MET: ContextVar[dict[int, object] | None] = ContextVar("_MET", default=None)
 
 
 _log = logging.getLogger("stoker")
+_VERSION = Kind("text, or None", lambda value: value is None or isinstance(value, str | int))
 
 Time: TypeAlias = Literal["none", "steps", "whole"]
 """What a module does with time. `none`: its output has no time axis. `steps`: it is given single time steps
@@ -363,6 +366,8 @@ PROBED_SIZES = ((64, 96), (224, 448), (4, 6), (1, 2))
 PROBED_VALUES = 1 << 25
 """Values of a sample of zeros at most."""
 
+_MODULE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+"""What modules raise for samples that they do not take."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -419,6 +424,9 @@ class ModuleEncoder:
         lengths: Sequence[int] | None = None,
         mask: str | None = None,
     ) -> None:
+        check({"field": (field, NAMES), "output": (output, NAMES)}, EncoderError)
+        check({"encode_batch": (encode_batch, BATCH), "lengths": (lengths, LENGTHS)}, EncoderError)
+        check({"version": (version, _VERSION), "mask": (mask, or_none(TEXT))}, EncoderError)
         self._module = module
         self._fields = (field,) if isinstance(field, str) else tuple(field)
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
@@ -430,8 +438,6 @@ class ModuleEncoder:
         """Outputs of which several axes vary, and how many leading axes are folded; `schema` finds them."""
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
-        if encode_batch is not None and encode_batch < 1:
-            raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
         if mask is not None and time == "steps":
             raise EncoderError(
                 f"mask={mask!r} with time='steps': the module is given single steps, and no padding",
@@ -509,13 +515,14 @@ class ModuleEncoder:
             for pair in PROBED_SIZES
             if all(math.prod([*f.made_up_sizes(pair[1]), *f.shape[1:]]) <= PROBED_VALUES for f in own)
         ]
+        if not fitting:
+            raise EncoderError("a sample of the smallest size has too many values to probe the module with")
         for pair in fitting:
-            try:
-                return [self._probe(sample_schema, length=length) for length in pair]
-            except EncoderError:
-                if pair is fitting[-1]:
-                    raise
-        raise EncoderError("a sample of the smallest size has too many values to probe the module with")
+            with suppress(*_MODULE_ERRORS):  # another error has nothing to do with the size
+                return [self._called(self._zeros(sample_schema, length)) for length in pair]
+        return [
+            self._probe(sample_schema, length=length) for length in fitting[0]
+        ]  # fails again, and says so
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:
         """Return the size given, else about 8 MiB of samples and records a call."""
@@ -548,7 +555,7 @@ class ModuleEncoder:
 
     def _called(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module makes of a batch, by output, in its own axes."""
-        inputs = [_in_own_axes(batch, name) for name in self._fields]
+        inputs = [in_own_axes(batch, name) for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
         masks = {} if self._mask is None else {self._mask: self._mask_of(batch)}
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
@@ -605,15 +612,17 @@ class ModuleEncoder:
         found = list(cast("Sequence[object]", result)) if isinstance(result, tuple | list) else [result]
         tensors = [item for item in found if isinstance(item, Tensor)]
         if not len(tensors) == len(found) == len(self._outputs):
+            keys = list(cast("Mapping[object, object]", result)) if isinstance(result, Mapping) else []
             raise EncoderError(
                 f"the module returned ({', '.join(type(item).__name__ for item in found)}) for the outputs "
                 f"{list(self._outputs)}",
-                hint=f"It must return one tensor for each name in {_argument('output')}",
+                hint=f"It must return one tensor for each name in {_argument('output')}, several as a tuple"
+                + (f": wrap it in a module that takes them from {keys}" if keys else ""),
             )
         return dict(zip(self._outputs, tensors, strict=True))
 
-    def _probe(self, sample_schema: Schema, length: int) -> dict[str, Tensor]:
-        """Outputs for one sample of zeros; ragged fields get `length`."""
+    def _zeros(self, sample_schema: Schema, length: int) -> dict[str, Tensor]:
+        """Return one sample of zeros; ragged fields get `length`."""
         zeros: dict[str, Tensor] = {}
         for name in self._fields:
             field = sample_schema[name]
@@ -622,10 +631,15 @@ class ModuleEncoder:
             if field.folded:
                 zeros[name + SHAPE_SUFFIX] = torch.tensor([sizes], device=self._device)
             zeros[name] = torch.zeros((1, *shape), dtype=getattr(torch, field.dtype), device=self._device)
+        return zeros
+
+    def _probe(self, sample_schema: Schema, length: int) -> dict[str, Tensor]:
+        """Return the outputs for one sample of zeros."""
+        zeros = self._zeros(sample_schema, length)
         try:
             return self._called(zeros)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
+        except _MODULE_ERRORS as error:
+            shapes = {name: tuple(in_own_axes(zeros, name).shape) for name in self._fields}
             steps = ""
             if self._time != "steps" and all(sample_schema[name].evolves for name in self._fields):
                 steps = f"single time steps with {_argument('time', 'steps')}, "
@@ -694,14 +708,6 @@ class ModuleDecoder:
 
 def _argument(name: str, *value: str) -> str:
     return arg(name, *(value or (...,)), call="ModuleEncoder", setting=f"encoder.{name}")
-
-
-def _in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a field of a batch; one of time and points as `(1, T, N, *rest)`, by its size field."""
-    sizes = batch.get(name + SHAPE_SUFFIX)
-    if sizes is None:
-        return batch[name]
-    return batch[name].reshape(1, *map(int, sizes[0]), *batch[name].shape[2:])
 
 
 def _freeze(module: nn.Module) -> None:

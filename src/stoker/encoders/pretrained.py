@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from stoker.arguments import BATCH, PATH, check
 from stoker.encoders.protocol import EncodeBatchSize, fixed_batch_size
 from stoker.errors import EncoderError, arg
 from stoker.runtime.jsonio import read_object
@@ -41,6 +42,8 @@ VOLATILE = (
     "torch_dtype",
 )
 """Entries of `config.json` that say where a model came from, not what it computes."""
+TOKEN_DTYPES = ("int16", "int32", "int64")
+"""What tokens are stored as."""
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Dtype of weights and activations."""
 
@@ -77,6 +80,7 @@ class ModelFolder:
     """
 
     def __init__(self, path: str | Path, stem: str) -> None:
+        check({"folder": (path, PATH)}, EncoderError)
         self.path = Path(path).expanduser()
         self.config = read_json(self.path / "config.json")
         self._stem = stem
@@ -189,8 +193,7 @@ class FolderEncoder(abc.ABC):
             raise EncoderError(
                 f"{arg('dtype', dtype)} is unknown", hint=f"Expected {', '.join(get_args(ComputeDtype))}"
             )
-        if encode_batch is not None and encode_batch < 1:
-            raise EncoderError(f"encode_batch must be at least 1 sample, got {encode_batch}")
+        check({"encode_batch": (encode_batch, BATCH)}, EncoderError)
         self._folder = folder
         self._dtype, self._encode_batch = dtype, encode_batch
         self._device = torch.device("cpu")
@@ -291,6 +294,41 @@ def required_field(sample_schema: Schema, name: str, call: str) -> Field:
             hint=f"Set {arg('field', ..., call=call)} to one of them",
         )
     return sample_schema[name]
+
+
+def required_tokens(sample_schema: Schema, name: str, call: str) -> Field:
+    """Return the field of tokens, or of text as its bytes.
+
+    Raises:
+        EncoderError: The samples have no such field.
+    """
+    if name not in sample_schema and not any(_may_be_tokens(field) for field in sample_schema.values()):
+        raise EncoderError(
+            f"samples have no field {name!r} with tokens, only {sorted(sample_schema)}",
+            hint="Make tokens of text: give stoker.Tokenize(dataset, folder, field=...) in place of the "
+            "dataset, with the folder of the tokenizer and the field of text",
+        )
+    return required_field(sample_schema, name, call)
+
+
+def _may_be_tokens(field: Field) -> bool:
+    return field.dtype in TOKEN_DTYPES and len(field.shape) == 1
+
+
+def check_mask(sample_schema: Schema, tokens: str, mask: str, call: str) -> None:
+    """Refuse a mask of tokens of a fixed length that has another shape than these.
+
+    Raises:
+        EncoderError: Names both with their shapes.
+    """
+    field = sample_schema.get(mask)
+    if field is not None and field.shape != sample_schema[tokens].shape:
+        raise EncoderError(
+            f"field {mask!r} is {field.dtype} {field.shape}, and the tokens in {tokens!r} are "
+            f"{sample_schema[tokens].shape}: it is not their mask",
+            hint=f"Name their mask with {arg('attention_mask', ..., call=call)}, or a field that samples do "
+            "not have where they have no mask",
+        )
 
 
 def refuse_left_padding(real: Tensor | None) -> None:

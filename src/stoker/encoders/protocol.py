@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from stoker.errors import EncoderError
-from stoker.schema import Json, Schema
+from stoker.schema import SHAPE_SUFFIX, Json, Schema
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class EncodeBatchSize:
     samples, and empty ones, are encoded alone at their own length. `()`: each ragged sample is."""
 
     def __post_init__(self) -> None:
-        """Refuse what no call can have."""
+        """Refuse what no call can have; numbers of numpy become plain ones, which the recipe holds."""
+        object.__setattr__(self, "samples", int(self.samples))
+        object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         lengths = self.lengths
         ascending = all(low < high for low, high in itertools.pairwise(lengths))
         if lengths and (not ascending or lengths[0] < 1 or self.steps is not None):
@@ -200,6 +202,14 @@ def fixed_batch_size(
         count = steps.pop()
         return EncodeBatchSize(samples=1, steps=max(1, min(count, GROUP_BYTES * count // size_bytes)))
     return EncodeBatchSize(samples=max(1, min(MOST_SAMPLES, GROUP_BYTES // size_bytes)))
+
+
+def in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a field of a batch; a folded one in its own axes, `(1, *sizes, *rest)`, by its size field."""
+    sizes = batch.get(name + SHAPE_SUFFIX)
+    if sizes is None:
+        return batch[name]
+    return batch[name].reshape(1, *map(int, sizes[0]), *batch[name].shape[2:])
 
 
 TOKEN_LENGTHS = (16, 32, 64, 128, 256, 512)

@@ -27,7 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stoker.encoders.pretrained import ComputeDtype, passed_fields, required_field
+from stoker.arguments import BATCH, LENGTHS, MAPPING, NAME, PATH, TEXT, check, number, or_none, several, whole
+from stoker.encoders.pretrained import TOKEN_DTYPES, ComputeDtype, check_mask, passed_fields, required_tokens
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError, ServiceError, arg
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
@@ -43,6 +44,8 @@ Content: TypeAlias = "str | tuple[int, ...]"
 _PATHS = {
     "openai": "/v1/embeddings", "vllm": "/pooling", "vllm-files": "/v1/completions", "sglang": "/generate"
 }  # fmt: skip
+_SECONDS = number("seconds above 0", least=0.0, above=True)
+_LAYERS = several(whole(), "a list of whole numbers, as [8, 16]")
 _ANSWER_BYTES = 512 * MIB
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -187,20 +190,15 @@ class RemoteEncoder:
                 raise EncoderError(
                     f"{arg(name, value)} is unknown", hint=f"Expected {', '.join(get_args(known))}"
                 )
-        counts = {
-            "dim": dim,
-            "in_flight": in_flight,
-            "per_request": per_request,
-            "encode_batch": encode_batch or 1,
-        }
-        for name, number in counts.items():
-            if number < 1:
-                raise EncoderError(f"{name} is {number}", hint="Expected a whole number of at least 1")
-        if retries < 0 or not (timeout_s > 0 and deadline_s > 0):
-            raise EncoderError(
-                f"retries is {retries}, timeout_s {timeout_s}, deadline_s {deadline_s}",
-                hint="Expected no negative number, and seconds above 0",
-            )
+        counts = {"dim": dim, "in_flight": in_flight, "per_request": per_request}
+        check({name: (value, whole(least=1)) for name, value in counts.items()}, EncoderError)
+        check({"encode_batch": (encode_batch, BATCH), "retries": (retries, whole(least=0))}, EncoderError)
+        check({"timeout_s": (timeout_s, _SECONDS), "deadline_s": (deadline_s, _SECONDS)}, EncoderError)
+        texts = {"url": url, "field": field, "attention_mask": attention_mask}
+        check({name: (value, TEXT) for name, value in texts.items()}, EncoderError)
+        check({"headers": (headers, or_none(MAPPING)), "body": (body, or_none(MAPPING))}, EncoderError)
+        check({"layers": (layers, _LAYERS), "lengths": (lengths, LENGTHS)}, EncoderError)
+        check({"output": (output, or_none(NAME)), "files": (files, or_none(PATH))}, EncoderError)
         if not (api == "vllm-files") == (files is not None) == bool(layers):
             raise EncoderError(
                 f"{arg('api', api)} with layers {list(layers)} and files {files}",
@@ -208,13 +206,13 @@ class RemoteEncoder:
             )
         if per_request > 1 and api not in ("openai", "vllm"):
             raise EncoderError(f"{arg('api', api)} takes one sample a request", hint="Leave per_request out")
-        if not model or not revision:
+        if not (TEXT.accepts(model) and TEXT.accepts(revision)):
             raise EncoderError(
                 f"model is {model!r} and revision {revision!r}: the cache is known by them",
                 hint="Name the model, and the commit or date of its weights",
             )
         self._url, self._api = url.rstrip("/"), api
-        self._model, self._revision, self._dim = model, revision, dim
+        self._model, self._revision, self._dim = model, revision, int(dim)
         self._field, self._mask, self._dtype = field, attention_mask, dtype
         self._output = output or ("embedding" if api == "openai" else "hidden")
         self._layers, self._files = tuple(layers), None if files is None else Path(files)
@@ -262,8 +260,8 @@ class RemoteEncoder:
         Raises:
             EncoderError: There is no such field, it holds neither tokens nor text, or a name occurs twice.
         """
-        field = required_field(sample_schema, self._field, "RemoteEncoder")
-        tokens = field.dtype in ("int16", "int32", "int64")
+        field = required_tokens(sample_schema, self._field, "RemoteEncoder")
+        tokens = field.dtype in TOKEN_DTYPES
         if len(field.shape) != 1 or not (tokens or (field.dtype == "uint8" and self._api == "openai")):
             text = " or the bytes of a text" if self._api == "openai" else ""
             raise EncoderError(
@@ -275,7 +273,10 @@ class RemoteEncoder:
         else:
             state = Field(shape=(field.shape[0], self._dim), dtype=self._dtype, ragged=field.ragged)
             made = dict.fromkeys(self._names(), state)
-        taken = {self._field} | ({self._mask} if tokens and not field.ragged else set())
+        masked = tokens and not field.ragged
+        if masked:
+            check_mask(sample_schema, self._field, self._mask, "RemoteEncoder")
+        taken = {self._field} | ({self._mask} if masked else set())
         return passed_fields(sample_schema, taken, made, "RemoteEncoder")
 
     def encode_batch_size(self, sample_schema: Schema) -> EncodeBatchSize:

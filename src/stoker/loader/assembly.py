@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.arguments import NUMBER, check
 from stoker.errors import ConfigError, RecordError, arg
 from stoker.loader.batch import (
     REUSE_FROM_BYTES,
@@ -42,7 +43,6 @@ from stoker.loader.order import child_keys, integers
 from stoker.loader.outputs import Computation, OutputSpec, gathered_outputs
 from stoker.loader.records import stacked_fields
 from stoker.schema import LENGTHS_SUFFIX, SHAPE_SUFFIX, Schema
-from stoker.sources.arguments import check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
 
@@ -423,7 +423,7 @@ class Pad:
         values = [*self.value.values()] if isinstance(self.value, Mapping) else [self.value]
         for value in values:
             if not isinstance(cast("object", value), bool):  # the value of fields of bools
-                check_number("Pad: value", value, finite=False)
+                check({"Pad: value": (value, NUMBER)})
 
     def length(self, longest: int) -> int:
         """Return the steps of a batch whose longest record has `longest`.

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.arguments import FLAG, check
 from stoker.errors import ConfigError, RecordError
-from stoker.sources.arguments import check_bool
 from stoker.splitmix import GAMMA, MASK, Salt, keys_of, mix, mix_, remainders, signed, stream
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         """Refuse counts below 1."""
-        check_bool("Rows: random", self.random)
+        check({"Rows: random": (self.random, FLAG)})
         if self.count is not None:
             _check_count(f"Rows({self.count!r})", self.count)
 
@@ -88,7 +88,7 @@ class Span:
 
     def __post_init__(self) -> None:
         """Refuse lengths below 1."""
-        check_bool("Span: random", self.random)
+        check({"Span: random": (self.random, FLAG)})
         _check_count(f"Span({self.length!r})", self.length)
 
 

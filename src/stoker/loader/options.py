@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast, get_args
 import torch
 from numpy.typing import NDArray
 
+from stoker.arguments import FLAG, check, finite
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import Windows
 from stoker.loader.choose import Choices, as_choices
@@ -19,7 +20,7 @@ from stoker.loader.order import RankShare, Weights, check_ranks
 from stoker.loader.transform import as_transforms
 from stoker.plan.resources import resolve_device
 from stoker.schema import dtype_name
-from stoker.sources.arguments import check_bool, check_number, format_value
+from stoker.sources.arguments import format_value
 from stoker.store import Cache
 from stoker.store.shard import Verify
 
@@ -111,9 +112,9 @@ class Options:
             object.__setattr__(self, name, value)
         check_ranks(self.batch_size, self.rank, self.world_size)
         check_kinds(self.windows, self.transforms, self.reserve_bytes)
-        check_bool("static", self.static)
+        check({"static": (self.static, FLAG)})
         if self.drop_last is not None:
-            check_bool("drop_last", self.drop_last)
+            check({"drop_last": (self.drop_last, FLAG)})
         if self.meter is not None and not callable(getattr(self.meter, "waited", None)):
             raise ConfigError(f"meter is {self.meter!r}", hint="Expected a stoker.StallMeter, or None")
         check_batching(self)
@@ -174,9 +175,9 @@ def take_dataloader_arguments(given: Mapping[str, Any], own: Iterable[str] = ())
             logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
     timeout, pin_memory = given.get("timeout"), given.get("pin_memory")
     if timeout is not None:
-        check_number("timeout", timeout, least=0)
+        check({"timeout": (timeout, finite(least=0))})
     if pin_memory is not None:
-        check_bool("pin_memory", pin_memory)
+        check({"pin_memory": (pin_memory, FLAG)})
     return float(timeout) if timeout else None, bool(pin_memory)
 
 
@@ -226,7 +227,7 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
             f"windows is {windows!r}", hint="Expected stoker.Windows(stride=1, horizon=1), or None"
         )
     if reserve_bytes is not None:
-        check_number("reserve_bytes", reserve_bytes, least=0)
+        check({"reserve_bytes": (reserve_bytes, finite(least=0))})
     as_transforms(transforms)
 
 

@@ -26,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.arguments import FLAG, check, whole
 from stoker.errors import ConfigError, arg
 from stoker.loader.batch import to_device
-from stoker.sources.arguments import check_bool, check_int
 from stoker.splitmix import (
     GAMMA,
     MASK,
@@ -82,9 +82,9 @@ class Weights:
 
     def __post_init__(self) -> None:
         """Refuse an epoch without examples."""
-        check_bool("Weights: replacement", self.replacement)
+        check({"Weights: replacement": (self.replacement, FLAG)})
         if self.samples is not None:
-            check_int("Weights: samples", self.samples, least=1)
+            check({"Weights: samples": (self.samples, whole(least=1))})
 
 
 def without_repeats(

@@ -17,6 +17,7 @@ from typing import TypeAlias, cast
 import numpy as np
 import torch
 
+from stoker.arguments import check, finite, whole
 from stoker.errors import ConfigError
 from stoker.loader.batch import STATES, Role, Windows, check_conditions, condition_width, state_fields
 from stoker.loader.choose import START, Choices, FieldGroup, OneOf, Taken
@@ -31,7 +32,6 @@ from stoker.schema import (
     scale_field,
     without_points,
 )
-from stoker.sources.arguments import check_int, check_number
 from stoker.units import KIB
 
 # ----------------------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ class Normalization:
             raise ConfigError(
                 f"normalize: {len(means)} means and {len(stds)} deviations", hint="Give one each"
             )
-        check_int("normalize: axis", self.axis)
-        check_number("normalize: divisor", self.divisor)
+        check({"normalize: axis": (self.axis, whole())})
+        check({"normalize: divisor": (self.divisor, finite())})
         if 0.0 in stds or not self.divisor:
             raise ConfigError(
                 f"normalize: std {self.std} and divisor {self.divisor} divide, so none may be 0"

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stoker.arguments import check, finite, whole
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError, arg
 from stoker.loader.batch import Windows, main_field
 from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
-from stoker.sources.arguments import check_int, check_number
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.access import MemorySink, read_column
 from stoker.store.index import spread
@@ -402,8 +402,8 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
         >>> len(tenth), len(stoker.Loader(cache, batch_size=5, indices=tenth))
         (10, 2)
     """
-    check_number("subset: fraction", fraction, above=0, most=1)
-    check_int("subset: seed", seed)
+    check({"subset: fraction": (fraction, finite(above=0, most=1))})
+    check({"subset: seed": (seed, whole())})
     numbers = cache.indices
     keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])

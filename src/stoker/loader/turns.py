@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.arguments import check, whole
 from stoker.errors import ConfigError
 from stoker.loader.order import Ids, Order, OrderKind, apportion
-from stoker.sources.arguments import check_int
 from stoker.splitmix import Salt, stream
 
 Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
@@ -180,7 +180,7 @@ def check_mode(mode: str, **settings: object) -> None:
                 hint="Leave it out, or give that mode",
             )
     if settings.get("epoch_examples") is not None:
-        check_int("epoch_examples", settings["epoch_examples"], least=1)
+        check({"epoch_examples": (settings["epoch_examples"], whole(least=1))})
     if settings.get("exhausted") not in (None, *get_args(Exhausted)):
         raise ConfigError(
             f"exhausted is {settings['exhausted']!r}", hint=f"Expected {', '.join(get_args(Exhausted))}"

@@ -368,6 +368,11 @@ class LoadedBatch:
         return self.members or self.work.numbers
 
     @property
+    def empty_fields(self) -> list[str]:
+        """Fields without any element: a text without a token, which is encoded alone."""
+        return [name for name, array in self.arrays.items() if not array.size]
+
+    @property
     def tasks(self) -> tuple[ReadTask, ...]:
         """Groups that are dealt with once this is encoded."""
         return self.works or (self.work,)

@@ -587,8 +587,7 @@ class BatchEncoder:
         if self._reject_nan and self._encoder is not None:
             for row, name in self._nan_rows(output).items():
                 if row in rows:
-                    error = f"field {name!r} of the record holds NaN or infinity"
-                    fault(_encoder_fault(first + row, error))
+                    fault(_nan_fault(first + row, name, loaded))
                     rows.remove(row)
         if not rows:
             return None
@@ -631,7 +630,7 @@ class BatchEncoder:
             }
             bad = self._reject_nan and self._encoder is not None and self._field_with_nan(record)
             if bad:
-                fault(_encoder_fault(number, f"field {bad!r} of the record holds NaN or infinity"))
+                fault(_nan_fault(number, bad, loaded))
             else:
                 cut[number] = record
         if not cut:
@@ -687,6 +686,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _encoder_fault(number: int, error: str) -> SampleFault:
     return SampleFault(number=number, stage="encode", error=error[:600], kind="sample", retry=False)
+
+
+def _nan_fault(number: int, name: str, loaded: LoadedBatch) -> SampleFault:
+    why = "".join(f"; field {empty!r} of the sample is empty" for empty in loaded.empty_fields)
+    return _encoder_fault(number, f"field {name!r} of the record holds NaN or infinity{why}")
 
 
 def _tensor(array: NDArray[Any], dtype: str) -> Tensor:

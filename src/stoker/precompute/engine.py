@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.arguments import FLAG, FUNCTIONS, NAMES, PATH, TEXT, Kind, check, or_none, whole
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
 from stoker.encoders.wrappers import (
@@ -226,6 +227,7 @@ def _take(
 
 log = logging.getLogger("stoker")
 Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device] | None"
+_ENGINE = or_none(Kind("an engine, as stoker.extras.ray.engine.RayEngine()", callable))
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
 _MOSTLY = 0.5
@@ -386,6 +388,8 @@ def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload] 
         >>> len(cache), cache[0]["latent"].shape, cache[0]["latent"].dtype
         (20, torch.Size([2]), torch.float16)
     """
+    check({"cache_dir": (cache_dir, PATH), "name": (name, TEXT)})
+    check({"wait": (wait, FLAG), "engine": (engine, _ENGINE)})
     source = as_source(source)
     shared: dict[str, Any] = {
         "workers": workers,
@@ -395,7 +399,7 @@ def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload] 
         "nan": nan,
         "overwrite": overwrite,
         "part": part,
-        "progress": "auto" if progress is True else progress or None,
+        "progress": "auto" if progress is True else None if progress is False else progress,
     }
     of_cache: dict[str, Any] = {
         "dtype": dtype,
@@ -446,6 +450,9 @@ def _wish(
     if device is None:
         device = "cpu" if encoder is None else str(weights_device(encoder))
     devices = encode_on(device)
+    check({name: (of_cache[name], NAMES) for name in ("fields", "keep")})
+    check({"variants": (variants, or_none(whole())), "augment": (augment, FUNCTIONS)})
+    check({"variant_seed": (of_cache["variant_seed"], whole())})
     settings = PrecomputeSettings(
         dtype=dtype_names(of_cache["dtype"]),
         encode_batch=of_cache["encode_batch"],
@@ -741,7 +748,8 @@ def _adopted(whole: EncodeShare, tally: _RunCounts) -> EncodeShare:
     # Without the lock each rank would count the same records.
     with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
         tally.adopted = folder.adopt()
-    return replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
+    same = folder.same_samples() if whole.encoder is not None else None
+    return replace(whole, same=same, adopted=tally.adopted)
 
 
 def _fill_together(caches: Sequence[_WishedCache], interrupts: Interrupts) -> None:

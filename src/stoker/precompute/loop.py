@@ -155,6 +155,10 @@ class RunTotals:
     """Samples set aside before and not tried again."""
     device: str
     """Where the encoder runs."""
+    adopted: int = 0
+    """Records that other caches had, taken over before the run."""
+    caches: int = 1
+    """Caches that are filled in one pass; with several, all numbers are of their records together."""
 
 
 class WriteStage(Protocol):
@@ -393,6 +397,8 @@ class PrecomputeLoop:
             total=totals.total,
             done=done,
             encoded=self.encoded,
+            adopted=totals.adopted + self.copied,
+            caches=totals.caches,
             seconds=now - self._begun,
             rate=self._rate(now, self.encoded + self.copied),
             written_bytes=self._stages.writer.bytes,

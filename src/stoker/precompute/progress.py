@@ -76,6 +76,10 @@ class Snapshot:
     """Samples set aside in this cache."""
     last_failure: str = ""
     """The latest of them in words."""
+    adopted: int = 0
+    """Records that another cache of the folder had."""
+    caches: int = 1
+    """Caches that are filled in one pass; with several, all counts are of the records of all of them."""
 
     @property
     def left_s(self) -> float | None:
@@ -165,12 +169,20 @@ class LineProgress:
 
 def outcome(snapshot: Snapshot) -> str:
     """Return what a run came to, in one line."""
-    reused, aside = snapshot.done - snapshot.quarantined - snapshot.encoded, snapshot.quarantined
+    aside, adopted = snapshot.quarantined, snapshot.adopted
+    reused = snapshot.done - aside - snapshot.encoded - adopted
     return (
-        f"{snapshot.name}  {format_count(snapshot.encoded)} of {format_count(snapshot.total)} encoded"
+        f"{snapshot.name}  {format_count(snapshot.encoded)} of {_total(snapshot)} encoded"
+        f"{f', {format_count(adopted)} adopted' if adopted else ''}"
         f"{f', {format_count(reused)} reused' if reused > 0 else ''}"
         f"{f', {format_count(aside)} quarantined' if aside else ''}, {clock(snapshot.seconds)}"
     )
+
+
+def _total(snapshot: Snapshot) -> str:
+    """Return how many samples there are, or of several caches how many records."""
+    several = f" records of {snapshot.caches} caches" if snapshot.caches > 1 else ""
+    return f"{format_count(snapshot.total)}{several}"
 
 
 def line(snapshot: Snapshot) -> str:
@@ -180,7 +192,7 @@ def line(snapshot: Snapshot) -> str:
     aside = f" · {format_count(snapshot.quarantined)} quarantined" if snapshot.quarantined else ""
     busy = f" · encoder busy {format_percent(snapshot.busy)}" if snapshot.call_s else ""
     return (
-        f"{snapshot.name}  {format_count(snapshot.done)}/{format_count(snapshot.total)} · "
+        f"{snapshot.name}  {format_count(snapshot.done)}/{_total(snapshot)} · "
         f"{format_count(snapshot.rate)}/s · {format_bytes(snapshot.written_bytes)}{left}"
         f"{busy}{aside}" + (f" · {stages}" if stages else "")
     )
@@ -270,7 +282,7 @@ def draw(snapshot: Snapshot) -> Group:
     head.add_row(
         Text(snapshot.name, style="bold"),
         ProgressBar(total=max(snapshot.total, 1), completed=snapshot.done, width=38),
-        f"{format_count(snapshot.done)}/{format_count(snapshot.total)}",
+        f"{format_count(snapshot.done)}/{_total(snapshot)}",
         f"{format_count(snapshot.rate)}/s",
         format_bytes(snapshot.written_bytes),
         left,

@@ -122,11 +122,12 @@ class StageBuilder:
         rehearsal: bool = False,
         here_until: float | None = None,
         group: EncodeBatchSize | None = None,
+        adopted: int = 0,
     ) -> None:
         """Prepare a run.
 
         Args:
-            source, encoder, folder, settings, missing, interrupts: As of `EncodeShare`.
+            source, encoder, folder, settings, missing, interrupts, adopted: As of `EncodeShare`.
             rehearsal: Nothing is quarantined, and no guardian is told.
             here_until: See `EncodeShare`; no child is needed then.
             group: What is read at a time; None: an encode batch of the recipe.
@@ -136,6 +137,7 @@ class StageBuilder:
         device = "cpu" if encoder is None else str(resolve_device(settings.device))
         self.settings = settings = replace(settings, device=device)
         self.missing = missing
+        self._adopted = adopted
         self.name = folder.name
         self.logs = folder.path.parent.parent / LOG_FOLDER
         self._mark = (
@@ -201,6 +203,7 @@ class StageBuilder:
             total=self.folder.recipe.count if settings.part[1] == 1 else missing,
             missing=missing,
             quarantined=len(self.quarantined),
+            adopted=self._adopted if settings.part[1] == 1 else 0,
             device=", ".join(settings.devices) or settings.device,
         )
 
@@ -733,6 +736,7 @@ def encode_here(share: EncodeShare, sink: ProgressSink | None) -> ShareOutcome:
         missing=share.missing,
         interrupts=share.interrupts,
         here_until=share.here_until,
+        adopted=share.adopted,
     )
     try:
         return run_stages(builder, sink, share, pacing)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, SupportsIndex, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
+from stoker.arguments import BATCH, FLAG, Kind, check, number, or_none, whole
 from stoker.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,29 @@ if TYPE_CHECKING:
     from stoker.store.cache import Cache
     from stoker.store.compressed import Compression
     from stoker.store.folder import SampleLookup
+
+_FRACTION = number("a fraction from 0 to 1, as 0.01", least=0.0, most=1.0)
+_SHARE = number("a fraction of a record's largest value, as 0.01", least=0.0)
+_DTYPES = Kind(
+    "a dtype, as 'float16', dtypes by field, or None",
+    lambda value: value is None or isinstance(value, str | Mapping),
+)
+_PART = Kind(
+    "a rank and the number of ranks, as (0, 4)",
+    lambda value: (
+        isinstance(value, tuple | list)
+        and [type(one) for one in cast("Sequence[object]", value)] == [int, int]
+        and 0 <= cast("Sequence[int]", value)[0] < cast("Sequence[int]", value)[1]
+    ),
+)
+_PROGRESS = Kind(
+    "'auto', True, False, None, or a sink with update, note and close",
+    lambda value: (
+        value is None
+        or value == "auto"
+        or all(callable(getattr(value, name, None)) for name in ("update", "note", "close"))
+    ),
+)
 
 Nan: TypeAlias = Literal["reject", "allow"]
 Identity: TypeAlias = Literal["auto", "full"]
@@ -150,28 +174,29 @@ class PrecomputeSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if self.workers is not None and not (
-            isinstance(cast("object", self.workers), SupportsIndex) and self.workers >= 0
-        ):
-            raise ConfigError(
-                f"workers must be 0 or more, got {self.workers!r}", hint="Leave it out for automatic"
-            )
+        check(
+            {
+                "workers": (self.workers, or_none(whole(least=0))),
+                "encode_batch": (self.encode_batch, BATCH),
+                "max_quarantined": (self.max_quarantined, _FRACTION),
+                "max_error": (self.max_error, or_none(_SHARE)),
+                "retry_quarantined": (self.retry_quarantined, FLAG),
+                "overwrite": (self.overwrite, FLAG),
+                "dtype": (self.dtype, _DTYPES),
+                "part": (self.part, _PART),
+                "progress": (self.progress, _PROGRESS),
+            }
+        )
         if self.compression != "none":
             from stoker.store.compressed import check_compression  # the store imports torch
 
             check_compression(self.compression)
-        if not 0 <= self.max_quarantined <= 1:
-            raise ConfigError(
-                f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
-            )
         choices = (("nan", Nan), ("identity", Identity), ("among", Among))
         for name, known in choices:
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(
                     f"precompute.{name} is {getattr(self, name)!r}, expected {' or '.join(get_args(known))}"
                 )
-        if not 0 <= self.part[0] < self.part[1]:
-            raise ConfigError(f"part {self.part}: expected a rank below the number of ranks")
         if self.overwrite and self.together:
             raise ConfigError(
                 "overwrite with several ranks: one would remove what another has just encoded",
@@ -250,6 +275,8 @@ class EncodeShare:
     """See `BatchEncoder`; False where the same process has done so for an earlier share."""
     same: SampleLookup | None = None
     """Records of sibling caches that samples may be recognized in."""
+    adopted: int = 0
+    """Records of sibling caches that were taken over before, for the progress display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

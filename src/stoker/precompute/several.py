@@ -462,6 +462,7 @@ class SeveralBuilder(StageBuilder):
                 share.settings,
                 missing=share.missing,
                 interrupts=share.interrupts,
+                adopted=share.adopted,
             )
             for share in shares
         ]
@@ -524,6 +525,8 @@ class SeveralBuilder(StageBuilder):
             total=sum(one.total for one in each),
             missing=sum(one.missing for one in each),
             quarantined=sum(one.quarantined for one in each),
+            adopted=sum(one.adopted for one in each),
+            caches=len(each),
             device=", ".join(dict.fromkeys(one.device for one in each)),
         )
 

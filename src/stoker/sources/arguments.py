@@ -6,16 +6,13 @@ expected.
 
 from __future__ import annotations
 
-import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import SupportsIndex, cast
+from typing import cast
 
-import numpy as np
-
+from stoker.arguments import check, whole
 from stoker.errors import ConfigError, arg
 from stoker.sources.files import SUFFIXES
 
@@ -128,121 +125,6 @@ def check_path(what: str, value: object) -> None:
         raise ConfigError(f"{what} is {value!r}", hint=f"Expected a path, as {str(Path('data') / what)!r}")
 
 
-def check_int(what: str, value: object, *, least: int | None = None) -> None:
-    """Refuse what is not a whole number, or is too small.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-    if not whole or (least is not None and cast("SupportsIndex", value).__index__() < least):
-        raise ConfigError(
-            f"{what} is {value!r}",
-            hint=f"Expected a whole number{'' if least is None else f' of at least {least}'}",
-        )
-
-
-def check_bool(what: str, value: object) -> None:
-    """Refuse what is not True or False.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{what} is {value!r}", hint="Expected True or False")
-
-
-def check_number(
-    what: str,
-    value: object,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    finite: bool = True,
-) -> None:
-    """Refuse what is not a number, or is out of range; a bool is not a number.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    fits = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if fits:
-        number = cast("float", value)
-        fits = not finite or -math.inf < number < math.inf
-        fits = fits and (least is None or number >= least) and (most is None or number <= most)
-        fits = fits and (above is None or number > above)
-    if not fits:
-        limits = "" if least is None else f" of at least {least}"
-        limits += "" if above is None else f" above {above}"
-        limits += "" if most is None else f" and at most {most}"
-        limits = f" from {least} to {most}" if least is not None and most is not None else limits
-        raise ConfigError(
-            f"{what} is {value!r}", hint=f"Expected a {'finite ' if finite else ''}number{limits}"
-        )
-
-
-def check_numbers(
-    what: str, value: object, *, least: float | None = None, above: float | None = None
-) -> None:
-    """Refuse what is neither a finite number nor a list of at least one.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    several = listed(value)
-    for number in (None,) if several == () else (value,) if several is None else several:
-        try:
-            check_number(what, number, least=least, above=above)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{what} is {value!r}", hint=f"{error.hint}, or a list of such numbers"
-            ) from None
-
-
-def check_axes(axes: Sequence[int]) -> None:
-    """Refuse axes that are not counted from the last, or come twice.
-
-    Raises:
-        ConfigError: As said.
-    """
-    if isinstance(axes, int):
-        raise ConfigError(f"axes are {axes}", hint=f"Expected a list, as ({axes},)")
-    whole = all(not isinstance(axis, bool) and isinstance(axis, Integral) for axis in listed(axes) or ())
-    if not listed(axes) or not whole or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
-        raise ConfigError(
-            f"axes are {axes!r}",
-            hint="Expected different negative numbers, counted from the last: -3 and -2 are height and "
-            "width of (H, W, C)",
-        )
-
-
-def check_size(what: str, size: object) -> None:
-    """Refuse what is not a height and a width.
-
-    Raises:
-        ConfigError: Names the argument.
-    """
-    sides = listed(size, 2)
-    if sides is None:
-        raise ConfigError(
-            f"{what}: size is {size!r}", hint="Expected (height, width) in pixels, as (224, 224)"
-        )
-    for side in sides:
-        check_int(f"{what}: size", side, least=1)
-
-
-def check_fields(transform: object, fields: object) -> None:
-    """Refuse what is not a list of names, or None; one name alone becomes a list.
-
-    Raises:
-        ConfigError: As said.
-    """
-    if fields is not None:
-        names = parse_names(f"{type(transform).__name__}: fields", fields, "the name of a field")
-        object.__setattr__(transform, "fields", names)
-
-
 def check_splits(split: object, splits: object, seed: object) -> None:
     """Refuse what is not the name of a split, fractions by name, or a seed.
 
@@ -250,7 +132,7 @@ def check_splits(split: object, splits: object, seed: object) -> None:
         ConfigError: Names the argument.
     """
     check_texts(split=split)
-    check_int("seed", seed)
+    check({"seed": (seed, whole())})
     if splits is None:
         return
     shares = cast("Mapping[object, object]", splits) if isinstance(splits, Mapping) else {None: None}

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args
 
 import numpy as np
 
+from stoker.arguments import check, whole
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError, arg
 from stoker.plugins import load_extension
 from stoker.schema import Field, Json, Sample, Schema, digest_json
-from stoker.sources.arguments import check_int, check_path, check_splits, listed
+from stoker.sources.arguments import check_path, check_splits, listed
 from stoker.sources.files import (
     absent_split,
     canonical_split,
@@ -383,7 +384,7 @@ class Labels:
                     hint=f"Expected a list of names, as {arg(name, ['...'])}",
                 )
         if self.max_objects is not None:
-            check_int("labels' max_objects", self.max_objects, least=1)
+            check({"labels' max_objects": (self.max_objects, whole(least=1))})
 
 
 class ImageSource:
@@ -453,7 +454,7 @@ class ImageSource:
         check_path("root", root)
         check_splits(split, splits, seed)
         if max_samples is not None:
-            check_int("max_samples", max_samples, least=1)
+            check({"max_samples": (max_samples, whole(least=1))})
         self._rules = Rules(
             size=_size(size, fit), fit=fit, color=color, filter=filter, reduced=reduced, turned=turned
         )
@@ -616,7 +617,10 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
         if fit == "short"
         else f"(height, width), as {arg('size', (224, 224))}"
     )
-    raise ConfigError(f"{arg('size', size)} does not fit", hint=f"With {arg('fit', fit)} expected {wanted}")
+    several = "" if size is not None else ". For pictures of several sizes give a Dataset that returns them"
+    raise ConfigError(
+        f"{arg('size', size)} does not fit", hint=f"With {arg('fit', fit)} expected {wanted}{several}"
+    )
 
 
 def _labels(given: object) -> Labels:

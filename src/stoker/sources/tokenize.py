@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from stoker.arguments import FLAG, check, whole
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.arguments import check_int, check_path, parse_names
+from stoker.sources.arguments import check_path, parse_names
 from stoker.sources.protocol import (
     SelfCheckingSource,
     Source,
@@ -69,7 +71,7 @@ class Tokenize:
         SourceError: On first use: there is no such field of text, or the text is not UTF-8.
 
     Examples:
-        >>> captions = [{"caption": "a red cat"}, {"caption": "two dogs"}]
+        >>> captions = [{"caption": "a red cat"}, {"caption": "two dogs"}]  # or a Dataset
         >>> source = stoker.Tokenize(captions, "sdxl/tokenizer", max_length=77)  # doctest: +SKIP
         >>> source.read(0)["input_ids"].shape  # doctest: +SKIP
         (77,)
@@ -89,10 +91,12 @@ class Tokenize:
         keep_text: bool = False,
     ) -> None:
         check_path("folder", folder)
+        flags = {"pad": pad, "special_tokens": special_tokens, "keep_text": keep_text}
+        check({name: (value, FLAG) for name, value in flags.items()})
         for what, name in (("field", field), ("out", out), ("attention_mask", attention_mask)):
             parse_names(what, name, "the name of a field")
         if max_length is not None:
-            check_int("max_length", max_length, least=1)
+            check({"max_length": (max_length, whole(least=1))})
         elif pad:
             raise ConfigError(
                 f"{arg('pad', True)} needs a length to pad to",
@@ -135,15 +139,17 @@ class Tokenize:
         found = dict(self._source.schema())
         text = found.get(self._field)
         if text is None:
+            likely = arg("field", _likely_text(found, self._field), call="Tokenize")
             raise SourceError(
                 f"samples of {self._source!r} have no field {self._field!r}, only {', '.join(found)}",
-                hint=f"Name the one with text, as {arg('field', next(iter(found), 'caption'))}",
+                hint=f"Name the one with text, as {likely}",
             )
-        if text.dtype != "uint8" or len(text.shape) != 1:
+        if not _may_be_text(text):
             raise SourceError(
                 f"field {self._field!r} of {self._source!r} is {text.dtype} {text.shape}, not the bytes of a "
                 "text (uint8, one axis)",
-                hint=f"Have the source give them, as TorchSource(dataset, text={{{self._field!r}: 'bytes'}})",
+                hint="Give Tokenize the dataset itself, or a source with "
+                f"{arg('text', {self._field: 'bytes'})}",
             )
         if not self._keep_text:
             del found[self._field]
@@ -284,3 +290,13 @@ class Tokenize:
         tokenizer.model_max_length = 1 << 30  # what is longer is cut here, or meant to be
         self._tokenizer = tokenizer
         return tokenizer
+
+
+def _may_be_text(field: Field) -> bool:
+    return field.dtype == "uint8" and len(field.shape) == 1
+
+
+def _likely_text(schema: Schema, wanted: str) -> str:
+    """Return the field that a name was meant for: one of text, the nearest of several."""
+    names = [name for name, field in schema.items() if _may_be_text(field)] or [*schema] or [wanted]
+    return (get_close_matches(wanted, names, n=1) or names)[0]

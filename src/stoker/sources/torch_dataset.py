@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.arguments import NAME, Kind, check, or_none, several
 from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.runtime.mounts import are_local
 from stoker.runtime.threads import ItemClock, call_within
@@ -47,6 +48,7 @@ from stoker.sources.torch_items import (
     fits_field,
     flatten_item,
     fold,
+    missing_text,
     narrowed_fields,
     ragged_cure,
     shape_text,
@@ -260,6 +262,8 @@ def preserve_random_state(seed: int | None = None) -> Generator[None]:
 VERSION = 1
 """Bumped by hand when the same Dataset would give other samples."""
 
+_VERSION = or_none(Kind("text", lambda value: isinstance(value, str | int)))
+_TIME = several(NAME, "a list of names of fields, as ['u']")
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
 _ALONE_S = 60.0
@@ -304,6 +308,25 @@ def _restore_description(seen: Description | None) -> Description | None:
     return seen
 
 
+def _checked_keys(keys: Sequence[str], count: int) -> list[str]:
+    """Return the keys of the samples, as text.
+
+    Raises:
+        ConfigError: There are not as many, or one is neither text nor a whole number.
+    """
+    given = None if isinstance(keys, str | bytes) or not hasattr(keys, "__len__") else list[object](keys)
+    if given is None or len(given) != count:
+        number = repr(keys)[:40] if given is None else f"{len(given)} keys"
+        raise ConfigError(f"{number} for {count} samples", hint="Give a list with one key per sample")
+    for index, key in enumerate(given):
+        if isinstance(key, bool) or not isinstance(key, str | int | np.integer | os.PathLike):
+            raise ConfigError(
+                f"keys[{index}], the key of sample {index}, is {key!r}",
+                hint="Expected text or whole numbers; of a tensor or an array give keys.tolist()",
+            )
+    return [str(key) for key in given]
+
+
 class TorchSource:
     """The items of a map-style Dataset, as samples.
 
@@ -314,7 +337,8 @@ class TorchSource:
         time: Fields whose axis 0 is time, so that windows may be cut from them.
         ragged: Fields whose length along axis 0 varies; or by field the axes that vary, as
             `{"image": (1, 2)}`. Axes that vary among the probed samples are found without it.
-        keys: One stable key per sample, for splits; absent: the sample's index.
+        keys: One stable key per sample, text or a whole number; absent: the sample's index. Samples with
+            equal keys are in the same split. `Cache.get` and `stoker.zip` need keys that differ.
         text: What becomes of text, by field: a list of words (stored as the place in it), `"bytes"`, or
             `"drop"`, which leaves any field out.
         random: `"freeze"` stores one draw of a Dataset whose output is random; otherwise it is refused.
@@ -324,7 +348,7 @@ class TorchSource:
     are `(H, W, C)` uint8.
 
     Raises:
-        ConfigError: Text, a path or a dict.
+        ConfigError: Text, a path or a dict; keys that are not one for each sample.
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
 
@@ -368,17 +392,16 @@ class TorchSource:
         self._count = self._length(dataset)
         if self._count == 0:
             raise SourceError(f"{self._name} is empty", hint="Check the paths and filters it was made with")
-        if keys is not None and len(keys) != self._count:
-            raise ConfigError(f"{len(keys)} keys for {self._count} samples", hint="Give one key per sample")
         if random not in ("refuse", "freeze"):
             raise ConfigError(
                 f"random is {random!r}", hint="Expected 'refuse', or 'freeze' to store one random draw"
             )
+        check({"version": (version, _VERSION), "time": (time, _TIME)})
         self._dataset = dataset
         self._version = version
         self._text, self._freeze = TextRules(text or {}), random == "freeze"
         self._time, self._ragged = tuple(time), varying_axes(ragged)
-        self._keys = None if keys is None else [str(key) for key in keys]
+        self._keys = None if keys is None else _checked_keys(keys, self._count)
         self._probed: ProbeResult | None = None
         self._seen: Description | None = None
         self._proved = False
@@ -703,6 +726,5 @@ class TorchSource:
 
     def _check_text(self, items: Mapping[int, Item]) -> None:
         fields = {name for item in items.values() for name in item}
-        unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
-        if unknown:
-            raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
+        if (unknown := self._text.missing(fields)) is not None:
+            raise ConfigError.of_all([missing_text(self._name, unknown, sorted(fields))])

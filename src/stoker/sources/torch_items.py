@@ -10,15 +10,18 @@ numbers: text is refused, unless a rule says what number it is.
 from __future__ import annotations
 
 import logging
+import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, arg
+from stoker.arguments import MAPPING, Kind, check, several
+from stoker.errors import ConfigError, Problem, SourceError, arg
 from stoker.schema import SHAPE_SUFFIX, VARIES, Field, Json, Sample, Schema, size_field
 from stoker.sources.protocol import read_as
 
@@ -30,6 +33,9 @@ DEEPEST = 64
 
 Rule: TypeAlias = "Sequence[str] | Literal['bytes', 'drop']"
 """The rule for a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
+
+
+_WORDS = several(Kind("", lambda _: True), "a list of words, 'bytes' or 'drop'")
 
 
 class TextRules:
@@ -46,6 +52,7 @@ class TextRules:
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         self._rules: dict[str, Json] = {}
         self._places: dict[str, dict[str, int]] = {}
+        check({"text": (rules, MAPPING)})
         for name, rule in rules.items():
             if isinstance(rule, str):
                 if rule not in ("bytes", "drop"):
@@ -55,6 +62,7 @@ class TextRules:
                     )
                 self._rules[name] = rule
                 continue
+            check({f"text[{name!r}]": (rule, _WORDS)})
             words = [str(word) for word in rule]
             if len(set(words)) != len(words) or not words:
                 raise ConfigError(
@@ -78,6 +86,15 @@ class TextRules:
     def dropped(self, name: str) -> bool:
         """Return True if the field is left out."""
         return self._rules.get(name) == "drop"
+
+    def missing(self, names: Collection[str]) -> str | None:
+        """Return a field with a rule that is not among `names`, but for dropped ones; None: all are."""
+        return next((name for name in self._rules if name not in names and not self.dropped(name)), None)
+
+    def with_rule(self, name: str, rule: Rule) -> dict[str, Json]:
+        """Return the rules with one more, as a call shows them; lists of words are left out."""
+        short = {known: own for known, own in self._rules.items() if isinstance(own, str)}
+        return {**short, name: rule if isinstance(rule, str) else list[Json](rule)}
 
     def number(self, name: str, text: str | bytes, where: str) -> NDArray[Any]:
         """Return the text as numbers.
@@ -109,12 +126,12 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
     """Return all values of an item, each as a fresh array and the name of its dtype.
 
     Raises:
-        SourceError: A value is text without a rule, None or anything else that is not numbers, or two have
-            one name; names the field.
+        SourceError: A value is text without a rule, None or anything else that is not numbers, or one that
+            a rule says is text, or two have one name; names the field.
     """
     found: Item = {}
-    for path, value in _walk(item, "", where):
-        name = path or "data"
+    leaves = [(path or "data", value) for path, value in _walk(item, "", where)]
+    for name, value in leaves:
         if text.dropped(name):
             continue
         spot = f"{where}, field {name!r}"
@@ -124,12 +141,56 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
                 "{'a.b': 2} are one",
                 hint="Give one of them another name",
             )
-        if name in text and isinstance(value, str | bytes):
-            array = text.number(name, value, spot)
-            found[name] = array, array.dtype.name
-        else:
-            found[name] = _to_array(value, spot, name)
+        if not isinstance(value, str | bytes):
+            found[name] = _to_text(value, spot, name, text) if name in text else _to_array(value, spot, name)
+            continue
+        if name not in text:
+            names = [one for one, _ in leaves]
+            if (unknown := text.missing(names)) is not None:
+                raise SourceError.of_all([missing_text(where, unknown, names)])
+            raise _text_without_rule(value, spot, name, text)
+        array = text.number(name, value, spot)
+        found[name] = array, array.dtype.name
     return found
+
+
+def missing_text(where: str, name: str, names: Collection[str]) -> Problem:
+    """Return what is wrong where a field that is said to be text is not there."""
+    near = get_close_matches(name, names, n=1) or [*names][:1]
+    return Problem(
+        f"{where} has no field {name!r} with text, only {', '.join(map(repr, names))}",
+        f"Name one of these, as {near[0]!r}" if near else "",
+    )
+
+
+def _text_without_rule(value: str | bytes, where: str, name: str, text: TextRules) -> SourceError:
+    """Return the error for the first text of a dataset, or for one next to others that have a rule."""
+    tokens = f"For tokens of a language model give stoker.Tokenize(dataset, folder, field={name!r}). "
+    as_bytes, place, out = (
+        arg("text", text.with_rule(name, rule), call="TorchSource")
+        for rule in ("bytes", ["cat", "dog"], "drop")
+    )
+    return SourceError(
+        f"{where} is text ({value[:40]!r}), and a store holds numbers",
+        hint=f"{'' if text.names else tokens}To store its bytes give {as_bytes}, to store its place among "
+        f"words {place}; to leave it out {out}",
+    )
+
+
+def _to_text(value: Any, where: str, name: str, text: TextRules) -> tuple[NDArray[Any], str]:
+    """Return an array that holds the bytes of a text already.
+
+    Raises:
+        SourceError: It is anything else.
+    """
+    if name in text.bytes_fields() and value is not None:
+        array, dtype = _to_array(value, where, name)
+        if dtype == "uint8" and array.ndim == 1:
+            return array, dtype
+    raise SourceError(
+        f"{where} is {reprlib.repr(value)} ({type(value).__name__}), and text was expected",
+        hint="Return text in every item, '' for an empty one; or name another field as text",
+    )
 
 
 def common_schema(
@@ -529,12 +590,6 @@ def _plain_numbers(values: Sequence[Any]) -> bool:
 
 def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
     out = f"leave it out with {arg('text', {name: 'drop'})}"
-    if isinstance(value, str | bytes):
-        raise SourceError(
-            f"{where} is text ({value[:40]!r}), and a store holds numbers",
-            hint=f"Give its words, as {arg('text', {name: ['cat', 'dog']})}, which stores the place of "
-            f"each; or {out}",
-        )
     if value is None:
         raise SourceError(f"{where} is None", hint=f"Return an array or a number in every item, or {out}")
     torch = sys.modules.get("torch")

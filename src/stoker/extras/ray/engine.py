@@ -336,6 +336,7 @@ class RoundProgress:
             total=total,
             done=total - len(share.missing) + encoded + len(failures),
             encoded=encoded,
+            adopted=share.adopted,
             seconds=now - self._begun,
             rate=self._rate(now, encoded),
             written_bytes=int(encoded * self._record_bytes),

@@ -56,6 +56,12 @@ Columns: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 """Fields and their rules, or columns whose dtypes follow from what they hold."""
 
 _DTYPES = tuple(name for name in DTYPE_BYTES if name not in ("float8_e4m3fn", "bfloat16"))
+_COMMON_NAMES = {
+    "int": "int64", "integer": "int64", "bigint": "int64", "long": "int64", "float": "float32",
+    "real": "float32", "double": "float64", "boolean": "bool", "str": "text", "string": "text",
+    "varchar": "text", "datetime": "timestamp", "date": "timestamp",
+}  # fmt: skip
+"""Names that other languages have for a dtype, or for a rule."""
 _ALLOWED = {
     "dtype": ("column", "dtype", "null", "nan", "standardize"),
     "text": ("column", "text", "null"),
@@ -144,12 +150,18 @@ def _short(text: str, where: str) -> dict[str, Any]:
         return {"text": "intern"}
     if text == "timestamp":
         return {"timestamp": "us"}
-    near = get_close_matches(text, [*_DTYPES, "text", "timestamp"], n=1)
     raise ConfigError(
         f"{where} is {text!r}",
-        hint=f"Expected {', '.join(_DTYPES)}, text, timestamp or a "
-        f"mapping{f'; did you mean {near[0]}?' if near else ''}",
+        hint=f"{_meant(text, 'text', 'timestamp')}Expected a dtype ({', '.join(_DTYPES)}), text, timestamp "
+        "or a mapping",
     )
+
+
+def _meant(dtype: str, *others: str) -> str:
+    """Return what a name of another language, or a misspelt one, stands for here, as a sentence."""
+    known = _COMMON_NAMES.get(dtype.lower())
+    near = [known] if known in (*_DTYPES, *others) else get_close_matches(dtype, [*_DTYPES, *others], n=1)
+    return f"Did you mean {near[0]}? " if near else ""
 
 
 def _number(name: str, rule: dict[str, Any], where: str) -> Rule:
@@ -266,7 +278,10 @@ _MAKERS = {
 
 def _dtype(name: Any, where: str) -> str:
     if name not in _DTYPES:
-        raise ConfigError(f"{where}: dtype {name!r} is not known", hint=f"Expected {', '.join(_DTYPES)}")
+        raise ConfigError(
+            f"{where}: dtype {name!r} is not known",
+            hint=f"{_meant(str(name))}Expected {', '.join(_DTYPES)}",
+        )
     return str(name)
 
 
