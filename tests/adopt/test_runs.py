@@ -460,6 +460,21 @@ def test_zeros_and_nan_can_be_allowed(tmp_path: Path) -> None:
     assert (allowed.bad, allowed.adopted) == ((), 4)
 
 
+@pytest.mark.parametrize("option", ["nan", "zeros"])
+def test_samples_can_be_allowed_after_they_were_refused_and_the_other_way_round(
+    option: str, tmp_path: Path
+) -> None:
+    root = write_npy(tmp_path / "f", 6, 4)
+    np.save(root / "0/00002.npy", np.full(4, np.inf if option == "nan" else 0.0, np.float32))
+    words = ["cache", "adopt", str(root), "--out", str(tmp_path / "c"), "--name", "x"]
+    allowing = [*words, f"--{option}", "allow"]
+
+    assert [bad["file"] for bad in run_json(*words, exit_code=4)["bad"]] == ["0/00002.npy"]
+    assert run_json(*allowing)["adopted"] == 6
+    assert [bad["file"] for bad in run_json(*words, exit_code=4)["bad"]] == ["0/00002.npy"]
+    assert run_json(*allowing)["new"] == 0
+
+
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=60, unique=True))
 def test_samples_are_numbered_in_natural_order_of_their_keys(numbers: list[int]) -> None:
     from tempfile import TemporaryDirectory

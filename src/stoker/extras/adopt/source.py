@@ -347,6 +347,7 @@ class AdoptSource:
             "layout": self._layout.name,
             "classes": cast("Json", self._classes),
             "ragged": {name: [*axes] for name, axes in sorted(self._rules.ragged.items())},
+            "nan": self._rules.nan,
             "zeros": self._rules.zeros,
         }
         return SourceIdentity(
