@@ -554,6 +554,9 @@ def _of_safetensors(look: FolderLook) -> tuple[str, str] | None:
 
 
 def _of_pt(look: FolderLook) -> tuple[str, str] | None:
+    # CLAM writes each bag twice: with the places of its patches in h5_files, without them in pt_files.
+    if _first(look, r"pt_files/.+\.pt") and _first(look, r"h5_files/.+\.h5") and (bags := _of_hdf5(look)):
+        return bags
     if (found := look.arrays(r"(.+/)?[^/]+\.(pt|pth|ckpt)")) is None:
         return None
     name, arrays = found
