@@ -103,6 +103,18 @@ SCALE_BLOCK = 128
 """Elements of the last axis that share one scale."""
 SCALE_SUFFIX = ".scale"
 """Ends the name of the column of scales; no field of a record ends so."""
+RESERVED_SUFFIXES = (".offsets", ".sums", SCALE_SUFFIX)
+"""Ends of names that shards use for their own columns."""
+
+
+def is_reserved_name(name: str) -> bool:
+    """Return True if no field of a record may have this name.
+
+    >>> is_reserved_name(""), is_reserved_name("__len__"), is_reserved_name("x.scale"), is_reserved_name("x")
+    (True, True, True, False)
+    """
+    return not name or name.startswith("__") or name.endswith(RESERVED_SUFFIXES)
+
 
 SHAPE_SUFFIX = ".shape"
 """Ends the name of the field that holds the sizes of a folded field's axes, int64."""

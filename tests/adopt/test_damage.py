@@ -588,6 +588,30 @@ def test_an_npz_that_holds_an_array_twice_is_named(tmp_path: Path) -> None:
     assert reasons(take(root, tmp_path / "c")) == {"2.npz": "holds 'a.npy' twice"}
 
 
+@pytest.mark.parametrize("odd", ["", "__len__", "x.scale"])
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_file_with_an_array_that_no_field_can_be_named_after_is_named_and_the_rest_adopted(
+    odd: str, suffix: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    for number in range(6):
+        arrays = {odd if number > 0 else "x": values(number, 4)}
+        if suffix == "npz":
+            np.savez(root / f"{number}.npz", **arrays)
+        else:
+            save_file(
+                {name: torch.from_numpy(array) for name, array in arrays.items()}, root / f"{number}.{suffix}"
+            )
+
+    result = take(root, tmp_path / "c")
+    assert (result.adopted, {*reasons(result)}) == (1, {f"{number}.{suffix}" for number in range(1, 6)})
+
+    (root / f"0.{suffix}").unlink()
+    with pytest.raises(SourceError, match=rf"1\.{suffix}: holds an array"):
+        take(root, tmp_path / "d")
+
+
 def test_pt_files_of_an_odd_type_are_named_even_when_they_come_first(tmp_path: Path) -> None:
     written = WRITERS["specforge"][0](tmp_path / "f", 12, {})
     one: dict[str, Any] = dict.fromkeys(

@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import torch
 
 from stoker.extras.adopt import pt
 from stoker.extras.adopt.run import AdoptResult, AdoptSettings, run_adopt
 from stoker.runtime.processes.child import TORCH, Child
-from tests.adopt.writers import WRITERS, Written, nan, narrow, zeros
+from tests.adopt.writers import WRITERS, Written, nan, narrow, values, zeros
 
 COUNT = 14
 READER = (*TORCH, "stoker.extras.adopt.pt")
@@ -124,6 +126,23 @@ def test_latents_of_an_image_and_the_image_share_a_key_and_an_image_without_them
     assert [bad.file for bad in result.bad] == ["a/new.png"] * 2
     assert {bad.why.partition(":")[0] for bad in result.bad} == {"has no latents", "has no text"}
     assert result.cache.filler.source.keys()[0] == "a/000"
+
+
+def test_bags_that_clam_wrote_twice_are_adopted_with_the_places_of_their_patches(tmp_path: Path) -> None:
+    for folder in ("h5_files", "pt_files"):
+        (tmp_path / "f" / folder).mkdir(parents=True)
+    for number in range(6):
+        features = values(number, 50 + number, 8)
+        with h5py.File(tmp_path / f"f/h5_files/slide_{number}.h5", "w") as file:
+            file["features"], file["coords"] = features, np.arange(100 + 2 * number).reshape(-1, 2)
+        torch.save(torch.from_numpy(features), tmp_path / f"f/pt_files/slide_{number}.pt")
+
+    settings = AdoptSettings(workers=0, progress=None)
+    result = run_adopt(tmp_path / "f", tmp_path / "c", name="x", settings=settings)
+
+    assert (result.layout, result.adopted, result.ignored) == ("bags", 6, 6)
+    assert {*result.cache.schema} == {"features", "coords"}
+    assert result.cache.keys()[0] == "slide_0"
 
 
 def test_windows_of_a_video_share_the_output_of_the_text_encoder(tmp_path: Path) -> None:

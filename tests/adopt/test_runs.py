@@ -360,6 +360,44 @@ def test_a_folder_of_no_known_layout_says_what_it_holds(tmp_path: Path) -> None:
         take(tmp_path / "g", tmp_path / "c")
 
 
+def test_a_place_without_files_says_so(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/a").symlink_to(tmp_path / "f")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/README").write_bytes(b"x")
+
+    for root, layout, fact in (
+        (tmp_path / "f", "auto", "holds no files"),
+        (tmp_path / "links", "auto", "a: a link to a folder"),
+        (tmp_path / "links", "npy", "a: a link to a folder"),
+        (tmp_path / "plain", "auto", "no suffix"),
+        (Path("/dev/null"), "auto", "/dev/null cannot be read: a device"),
+    ):
+        with pytest.raises(SourceError, match=fact):
+            take(root, tmp_path / "c", layout=layout)
+    wrong: Any
+    for wrong in (None, 5, ""):
+        with pytest.raises(ConfigError, match=f"folder is {wrong!r}"):
+            stoker.adopt(wrong, tmp_path / "c", name="x")
+
+
+def test_a_folder_of_pt_files_that_hold_code_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    for number in range(3):
+        torch.save({"x": Code()}, tmp_path / f"f/{number}.pt")
+
+    with pytest.raises(SourceError, match=r"0\.pt: it asks for posix\.system"):
+        take(tmp_path / "f", tmp_path / "c", layout="auto")
+
+
+class Code:
+    """What would run a command when it is loaded as a pickle."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("false",)
+
+
 def test_shapes_that_vary_along_several_axes_are_one_cache(tmp_path: Path) -> None:
     root = tmp_path / "f"
     root.mkdir()
@@ -450,6 +488,21 @@ def test_the_axes_that_a_bad_file_names_take_it_when_given(tmp_path: Path) -> No
             run(*command, "--ragged", wrong)
 
 
+def test_one_ragged_field_may_be_named_as_text(tmp_path: Path) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    for number in range(40):
+        np.save(root / f"{number}.npy", values(number, 3 + (number == 23), 2))
+
+    cache = stoker.adopt(root, tmp_path / "c", name="x", ragged="data", workers=0, progress=False)
+
+    assert (len(cache), cache.schema["data"].ragged) == (40, True)
+    wrong: Any
+    for wrong in (5, [1], {"data": 0}):
+        with pytest.raises(ConfigError, match="ragged"):
+            stoker.adopt(root, tmp_path / "c", name="x", ragged=wrong)
+
+
 def test_zeros_and_nan_can_be_allowed(tmp_path: Path) -> None:
     root = write_npy(tmp_path / "f", 4, 4)
     np.save(root / "0/00001.npy", np.zeros(4, np.float32))
@@ -458,6 +511,21 @@ def test_zeros_and_nan_can_be_allowed(tmp_path: Path) -> None:
     assert [bad.file for bad in take(root, tmp_path / "c").bad] == ["0/00001.npy", "0/00002.npy"]
     allowed = take(root, tmp_path / "d", rules=source.AdoptRules(nan="allow", zeros="allow"))
     assert (allowed.bad, allowed.adopted) == ((), 4)
+
+
+@pytest.mark.parametrize("option", ["nan", "zeros"])
+def test_samples_can_be_allowed_after_they_were_refused_and_the_other_way_round(
+    option: str, tmp_path: Path
+) -> None:
+    root = write_npy(tmp_path / "f", 6, 4)
+    np.save(root / "0/00002.npy", np.full(4, np.inf if option == "nan" else 0.0, np.float32))
+    words = ["cache", "adopt", str(root), "--out", str(tmp_path / "c"), "--name", "x"]
+    allowing = [*words, f"--{option}", "allow"]
+
+    assert [bad["file"] for bad in run_json(*words, exit_code=4)["bad"]] == ["0/00002.npy"]
+    assert run_json(*allowing)["adopted"] == 6
+    assert [bad["file"] for bad in run_json(*words, exit_code=4)["bad"]] == ["0/00002.npy"]
+    assert run_json(*allowing)["new"] == 0
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=60, unique=True))
@@ -507,6 +575,22 @@ def test_the_command_prints_bad_files_and_ends_with_4(
     assert "5 of 6 adopted (0 new), 1 file bad" in text
     assert "0/00002.npy: empty, 0 bytes" in text
     assert shown["records"] == 5
+
+
+def test_a_command_that_adopts_nothing_does_not_say_that_the_cache_serves(tmp_path: Path) -> None:
+    root = tmp_path / "f"
+    root.mkdir()
+    for number in range(3):
+        np.save(root / f"{number}.npy", np.full(4, np.nan, np.float32))
+    words = ["cache", "adopt", str(root), "--out", str(tmp_path / "c"), "--name", "x"]
+
+    text, _ = run(*words, exit_code=4)
+
+    assert "open_cache" not in text
+    assert all(option in text for option in ("--ragged", "--nan", "--zeros"))
+    with pytest.raises(IncompleteError) as error:
+        stoker.adopt(root, tmp_path / "c", name="x", workers=0, progress=False)
+    assert "allow_bad" not in error.value.hint
 
 
 def test_the_error_of_the_function_names_the_files(tmp_path: Path) -> None:

@@ -314,7 +314,8 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     assert "2 of 3 adopted (0 new), 1 file bad" in text
     assert "sample_00001.pt: is missing" in text
     assert f"stoker.open_cache({report['path']!r}) serves what is there" in text
-    assert "the same command" in text
+    assert "--nan" in text
+    assert "--ragged" not in text, "import-pt has no such option"
     assert "1 other file ignored" in text
     assert run_json("cache", "show", "data/latent_cache/old")["complete"]
 

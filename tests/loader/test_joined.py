@@ -154,6 +154,21 @@ def test_the_key_may_be_the_sample_number_or_the_sources_key(cache: Cache, tmp_p
     assert join_table(cache, by_key, key="id", columns=["weight"], on=names)[5]["weight"] == 5
 
 
+def test_the_keys_that_the_hint_names_join_a_cache_that_has_no_source(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    for number in range(3):
+        np.save(tmp_path / f"f/{'abc'[number]}.npy", np.full(4, number + 1, np.float32))
+    cache = stoker.adopt(tmp_path / "f", tmp_path / "c", name="x", workers=0, progress=False)
+    rows = table(tmp_path / "labels.csv", [("c", "cat", 3), ("a", "dog", 1), ("b", "cat", 2)])
+
+    with pytest.raises(ConfigError) as error:
+        join_table(cache, rows, key="id", columns=["weight"], on="file")
+    keys = eval(error.value.hint.rpartition("on=")[2], {"cache": cache})
+    joined = join_table(cache, rows, key="id", columns=["weight"], on=keys)
+
+    assert [joined[number]["weight"].item() for number in range(3)] == [1, 2, 3]
+
+
 def test_tables_of_a_database_and_of_parquet_give_the_same(cache: Cache, tmp_path: Path) -> None:
     database = tmp_path / "labels.db"
     with closing(sqlite3.connect(database)) as connection, connection:

@@ -323,18 +323,33 @@ def shape_text(field: Field) -> str:
 def varying_axes(ragged: Sequence[str] | Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return by field the axes that vary.
 
+    Args:
+        ragged: Fields whose axis 0 varies, one alone as text too; or by field the axes that vary.
+
     Raises:
-        ConfigError: An axis is not a whole number from 0 on, or a field has none.
+        ConfigError: It names no fields; or an axis is not a whole number from 0 on, or a field has none.
     """
-    if not isinstance(ragged, Mapping):
-        return dict.fromkeys(ragged, (0,))
-    found = {name: tuple(sorted({*axes})) for name, axes in ragged.items()}
-    for name, axes in found.items():
-        if not axes or not all(isinstance(cast(object, axis), int) and axis >= 0 for axis in axes):
+    if isinstance(ragged, Mapping):
+        found = {name: _axes_of(axes) for name, axes in ragged.items()}
+        if wrong := [name for name, axes in found.items() if not axes]:
             raise ConfigError(
-                f"ragged[{name!r}] is {ragged[name]!r}", hint="Expected the axes that vary, as (1, 2)"
+                f"ragged[{wrong[0]!r}] is {ragged[wrong[0]]!r}", hint="Expected the axes that vary, as (1, 2)"
             )
-    return found
+        return found
+    given = cast("object", (ragged,) if isinstance(ragged, str) else ragged)
+    names = [*cast("Iterable[object]", given)] if isinstance(given, Iterable) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"ragged is {ragged!r}", hint="Expected names of fields, as ['tokens'] or {'latent': (1, 2)}"
+        )
+    return dict.fromkeys(cast("list[str]", names), (0,))
+
+
+def _axes_of(axes: object) -> tuple[int, ...]:
+    """Return axes in their order; empty where they are not whole numbers from 0 on."""
+    known = [*cast("Iterable[object]", axes)] if isinstance(axes, Iterable) else []
+    whole = [axis for axis in known if isinstance(axis, int) and axis >= 0]
+    return tuple(sorted({*whole})) if len(whole) == len(known) else ()
 
 
 def differing_axes(shape: tuple[int, ...], dtype: str, field: Field) -> tuple[int, ...]:

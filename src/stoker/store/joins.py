@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, SourceError, arg
+from stoker.errors import Argument, ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
 from stoker.store.cache import Cache, served_indices
 from stoker.store.values import read_field
@@ -274,7 +274,7 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
         raise ConfigError(
             f"{arg('on', on)} is not a field of {cache.name} that holds a whole number",
             hint=f"Expected index{''.join(f', {name}' for name in whole)}, or a list of keys, one a "
-            "sample: on=source.keys()",
+            f"sample: {Argument('data.join.on', 'keys', 'on=cache.keys()').marked}",
         )
     segments, found = cache.segments, dict[int, str]()
     for shard, row, first, count in zip(

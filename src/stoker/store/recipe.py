@@ -38,12 +38,13 @@ from stoker.runtime.jsonio import Json, as_object, canonical_json, is_count, rea
 from stoker.schema import (
     FLOATS,
     QUANTIZED_DTYPES,
-    SCALE_SUFFIX,
+    RESERVED_SUFFIXES,
     SHAPE_SUFFIX,
     Field,
     Schema,
     columns_of,
     digest_json,
+    is_reserved_name,
     scale_field,
     schema_from_json,
     schema_to_json,
@@ -253,7 +254,6 @@ def _sampled(fd: int, size: int) -> str:
 STORED_FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED_DTYPES)
 GROUP_BYTES = 4 * MIB
 MAX_GROUP = 256
-RESERVED_SUFFIXES = (".offsets", ".sums", SCALE_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +486,7 @@ def _check_names(schema: Schema) -> None:
     if not schema:
         raise EncoderError("a record has no fields, so there is nothing to store")
     for name in schema:
-        if not name or name.startswith("__") or name.endswith(RESERVED_SUFFIXES):
+        if is_reserved_name(name):
             raise EncoderError(
                 f"a field is called {name!r}; names that start with '__' or end with "
                 f"{', '.join(RESERVED_SUFFIXES)} are the store's own",

@@ -88,22 +88,33 @@ def _axes(ragged: str | None) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def render(result: AdoptResult, console: Console) -> None:
-    """Print what was stored, how, and every file that was not."""
+def render(result: AdoptResult, console: Console, options: str = "--ragged, --nan or --zeros") -> None:
+    """Print what was stored, how, and every file that was not.
+
+    Args:
+        result: What was stored.
+        console: Where it is printed.
+        options: Those of the command that take more files.
+    """
+    from stoker.extras.adopt.run import one_line
+
     counts = f"{format_count(result.adopted)} of {format_count(result.count)} adopted"
     counts += f" ({format_count(result.new)} new), {format_count(len(result.bad), 'file')} bad"
     table(
         console,
         [
             (escape(result.name), counts, format_seconds(result.seconds)),
-            ("layout", escape(f"{result.layout}, since {result.why}")),
+            ("layout", escape(one_line(f"{result.layout}, since {result.why}"))),
             ("", escape(str(result.path))),
         ],
     )
     some(console, [f"  {bad}" for bad in result.bad], "bad files")
     _rest(result, console)
     if result.bad:
-        console.print("once the files are fixed, the same command adopts them too", soft_wrap=True)
+        console.print(
+            f"next: fix these files, or take those that are right with {options}, and run the command again",
+            soft_wrap=True,
+        )
 
 
 def _rest(result: AdoptResult, console: Console) -> None:
@@ -114,7 +125,8 @@ def _rest(result: AdoptResult, console: Console) -> None:
         few = ", ".join(result.ignored_names)
         files = "1 other file" if result.ignored == 1 else f"{format_count(result.ignored)} other files"
         console.print(escape(f"{files} ignored: {few}" + (", ..." if result.ignored > 5 else "")))
-    console.print(escape(f"stoker.open_cache({str(result.path)!r}) serves what is there"), soft_wrap=True)
+    served = f"stoker.open_cache({str(result.path)!r}) serves what is there"
+    console.print(escape(served if result.adopted else "the cache is empty"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +199,6 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     lacking = result.bad and not allow_missing
     out.show(
         ImportResult(result=result),
-        lambda shown, console: render(shown.result, console),
+        lambda shown, console: render(shown.result, console, "--nan"),
         exit_code=IncompleteError.exit_code if lacking else 0,
     )

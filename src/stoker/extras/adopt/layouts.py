@@ -82,6 +82,8 @@ class FolderLook(Protocol):
 
     names: Sequence[str]
     """Names of some thousand files, relative to the folder."""
+    unreadable: str
+    """The first of these that cannot be read, and why; empty: none is known."""
 
     def arrays(self, pattern: str) -> tuple[str, Mapping[str, tuple[int, ...]]] | None:
         """Return name and shapes of the arrays of a file of such a name, one like most of the first."""
@@ -464,9 +466,19 @@ def choose_layout(wanted: str, look: FolderLook, where: str) -> tuple[Layout, st
         return LAYOUTS[wanted], "it was named"
     for name, why in _looks(look):
         return LAYOUTS[name], why
-    suffixes = sorted({PurePosixPath(name).suffix for name in look.names}) or ["no files"]
+    if look.unreadable:
+        raise SourceError(
+            f"{where}: none of the first files can be read. {look.unreadable}",
+            hint="Replace such files; if later ones can be read, name the layout",
+        )
+    if not look.names:
+        raise SourceError(
+            f"{where} holds no files", hint="Check the path; names that begin with a dot are left out"
+        )
+    suffixes = sorted({PurePosixPath(name).suffix for name in look.names} - {""})
+    ends = f"its files end in {', '.join(suffixes[:8])}" if suffixes else "its files have no suffix"
     raise SourceError(
-        f"{where} has no layout that is known: its files end in {', '.join(suffixes[:8])}",
+        f"{where} has no layout that is known: {ends}",
         hint="Name a layout, or give a pattern such as '{split}/{key}_{label:int}.npy'",
     )
 
@@ -542,6 +554,9 @@ def _of_safetensors(look: FolderLook) -> tuple[str, str] | None:
 
 
 def _of_pt(look: FolderLook) -> tuple[str, str] | None:
+    # CLAM writes each bag twice: with the places of its patches in h5_files, without them in pt_files.
+    if _first(look, r"pt_files/.+\.pt") and _first(look, r"h5_files/.+\.h5") and (bags := _of_hdf5(look)):
+        return bags
     if (found := look.arrays(r"(.+/)?[^/]+\.(pt|pth|ckpt)")) is None:
         return None
     name, arrays = found

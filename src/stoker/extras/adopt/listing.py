@@ -631,7 +631,8 @@ class _ListingWriter:
             total += len(block)
         self._database.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?)", blocks)
         if not total:
-            few = ", ".join(self._notes.ignored_names) or "nothing"
+            faults = [": ".join(fault) for fault in self._notes.faults[:SHOWN]]
+            few = ", ".join(self._notes.ignored_names or faults) or "nothing"
             raise SourceError(
                 f"{self._root} holds no file of the layout {self._layout.name}: it has {few}"
                 + (

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-from stoker.errors import ConfigError, IncompleteError, SourceError
+from stoker.errors import ConfigError, IncompleteError, SourceError, arg
 from stoker.extras.adopt.digest import digest_blocks
 from stoker.extras.adopt.layouts import Layout
 from stoker.extras.adopt.listing import Listing, make_listing
@@ -20,6 +21,8 @@ from stoker.precompute import PrecomputeReport, PrecomputeSettings, ProgressSink
 from stoker.precompute.settings import as_timeouts
 from stoker.runtime.files import make_folder
 from stoker.schema import DtypeName, JsonResult, Schema, dtype_names
+from stoker.sources.arguments import check_path
+from stoker.sources.files import why_unreadable
 from stoker.sources.torch_items import varying_axes
 from stoker.store import Cache
 from stoker.store.folder import CACHE_NAME
@@ -32,10 +35,17 @@ FOLDER = ".adopt"
 """Folder of lists and digests, in the folder of caches."""
 NAMED = 20
 """Bad files that an error names."""
+_ALLOW = f"{arg('nan', 'allow')}, {arg('zeros', 'allow')} or {arg('ragged', ...)}"
+"""The settings that take what may be right, such as zeros or several sizes."""
 FEW_PT = 100
 """Files of torch that this process reads, through the one that it has for them."""
 PT_WORKERS = 4
 """Workers at most where each has a process with torch of its own."""
+
+
+def one_line(text: str) -> str:
+    """Return text on one line, without characters that a terminal acts on."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +59,8 @@ class BadFile(JsonResult):
     """Number of the sample; None: it belongs to none."""
 
     def __str__(self) -> str:
-        """Return file and reason on one line, without characters that a terminal acts on."""
-        text = f"{self.file}: {self.why}"
-        return text if text.isprintable() else repr(text)[1:-1]
+        """Return file and reason on one line."""
+        return one_line(f"{self.file}: {self.why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +131,7 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
     name: str,
     layout: str = "auto",
     dtype: DtypeName | Mapping[str, DtypeName] | None = None,
-    ragged: Sequence[str] | Mapping[str, Sequence[int]] = (),
+    ragged: str | Sequence[str] | Mapping[str, Sequence[int]] = (),
     nan: Values = "reject",
     zeros: Values = "reject",
     allow_bad: bool = False,
@@ -141,8 +150,8 @@ def adopt(  # noqa: PLR0913  the public face: every setting by name, as in the d
             `"{split}/{key}_{label:int}.npy"`; `"auto"` recognizes it from the first files, and logs which.
         dtype: Storage dtype of float fields, for all or by field name; None: as in the files (float64 becomes
             float32).
-        ragged: Fields whose axis 0 varies, or by field the axes that vary, as `{"latent": (1, 2)}`, where the
-            first files do not show it.
+        ragged: A field whose axis 0 varies, or several; or by field the axes that vary, as
+            `{"latent": (1, 2)}`. Where the first files do not show it.
         nan: `"reject"` sets samples with NaN or infinity aside, `"allow"` stores them.
         zeros: `"reject"` sets samples aside of which a float field is all zeros, as a killed job leaves them.
         allow_bad: Return the cache of the sound samples where files are bad; else an error names these.
@@ -216,16 +225,19 @@ def run_adopt(
 ) -> AdoptResult:
     """Do the work of `adopt`, and report on it; errors as there, but for bad files."""
     began, settings = time.monotonic(), settings or AdoptSettings()
+    check_path("folder", folder)
     root, out = Path(folder).expanduser().absolute(), resolve_local(cache_dir, must_exist=False)
-    if not root.exists():
+    if not os.path.lexists(root):
         raise SourceError(f"{folder} does not exist", hint="Check the path")
-    if not CACHE_NAME.fullmatch(name):
+    if (why := why_unreadable(root)) is not None:
+        raise SourceError(f"{folder} cannot be read: {why}", hint="Expected a folder or a file")
+    if not isinstance(cast("object", name), str) or not CACHE_NAME.fullmatch(name):
         raise ConfigError(
             f"a cache cannot be called {name!r}", hint="Use letters, digits, '_', '-', '+', '=' and '.'"
         )
     skipped = out.absolute()
     layout, why = look_into(root, settings.layout, skipped)
-    log.info("%s: layout %s, since %s", name, layout.name, why)
+    log.info("%s: layout %s, since %s", name, layout.name, one_line(why))
     place = make_folder(out) / FOLDER
     make_folder(place, 0o700)
     full_bytes = FULL_BYTES if settings.identity == "auto" else None
@@ -292,11 +304,14 @@ def _result(
 
 def bad_error(result: AdoptResult) -> IncompleteError:
     """Return the error that names bad files."""
+    hint = f"Fix them, or take those that are right with {_ALLOW}; then run the same again"
+    if result.adopted:
+        hint += f". Or take the others alone with {arg('allow_bad', True)}"
     lines = [f"  {bad}" for bad in result.bad[:NAMED]]
     if len(result.bad) > NAMED:
         lines.append(f"  and {format_count(len(result.bad) - NAMED)} more")
     return IncompleteError(
         f"{format_count(result.adopted)} of {format_count(result.count, 'sample')} are in {result.path}; "
         f"{format_count(len(result.bad), 'file')} bad:\n" + "\n".join(lines),
-        hint="Fix them and run the same again, or take the others with allow_bad=True (--allow-bad)",
+        hint=hint,
     )

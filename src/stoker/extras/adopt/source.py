@@ -22,7 +22,17 @@ from stoker.extras.adopt.listing import FilePart, ListedSample, Listing, walk
 from stoker.extras.adopt.pt import MAX_FILE_BYTES, PtReader, RefusedFileError
 from stoker.precompute.worker import ChangedError, all_finite
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import FLOATS, SHAPE_SUFFIX, Field, Json, Sample, Schema, size_field, without_sizes
+from stoker.schema import (
+    FLOATS,
+    SHAPE_SUFFIX,
+    Field,
+    Json,
+    Sample,
+    Schema,
+    is_reserved_name,
+    size_field,
+    without_sizes,
+)
 from stoker.sources.files import OpenFiles, open_regular, why_unreadable
 from stoker.sources.protocol import Part, SourceIdentity, check_index
 from stoker.sources.torch_items import differing_axes, fits_field, fold, shape_text, varying_field
@@ -181,7 +191,8 @@ class _FirstFiles(FolderLook):
     def __init__(self, root: Path, reader: FileReader, skipped: Path | None) -> None:
         self._reader = reader
         self._folder = root if root.is_dir() else root.parent
-        entries = walk(self._folder, skipped, [])
+        faults: list[tuple[str, str]] = []
+        entries = walk(self._folder, skipped, faults)
         found: list[tuple[str, os.stat_result]] = []
         for name, entry in entries:
             if root.is_dir() or name == root.name:
@@ -193,6 +204,7 @@ class _FirstFiles(FolderLook):
                 break
         self._entries = dict(sorted(found))
         self.names = list(self._entries)
+        self.unreadable = "" if found or not faults else ": ".join(faults[0])
 
     def arrays(self, pattern: str) -> tuple[str, Mapping[str, tuple[int, ...]]] | None:
         """Return name and shapes of the arrays of a file of such a name, one like most of the first."""
@@ -206,7 +218,11 @@ class _FirstFiles(FolderLook):
                     part = FilePart("", name, status.st_size, status.st_mtime_ns)
                     arrays = self._reader.arrays(part, "file")
                     shapes = {own: array.values.shape for own, array in arrays.items()}
-            except (SourceError, OSError):
+            except (SourceError, OSError) as error:
+                path = self._folder / name
+                fact = error.fact if isinstance(error, SourceError) else str(error.strerror)
+                why = fact.removeprefix(f"{path}: ").removeprefix(f"{path} ")
+                self.unreadable = self.unreadable or f"{name}: {why}"
                 continue
             alike = frozenset(re.sub(r"\d+", "0", own) for own in shapes)  # sizes may be in names
             found.setdefault(alike, []).append((name, shapes))
@@ -347,6 +363,7 @@ class AdoptSource:
             "layout": self._layout.name,
             "classes": cast("Json", self._classes),
             "ragged": {name: [*axes] for name, axes in sorted(self._rules.ragged.items())},
+            "nan": self._rules.nan,
             "zeros": self._rules.zeros,
         }
         return SourceIdentity(
@@ -389,6 +406,9 @@ class AdoptSource:
                 held = self._files().arrays(part, kind)
                 with decode_errors(f"its arrays are not those of the layout {self._layout.name}"):
                     arrays = self._layout.fields(part.role, held)
+                if reserved := [name for name in arrays if is_reserved_name(name)]:
+                    named = f"named {reserved[0]!r}, which is reserved" if reserved[0] else "without a name"
+                    raise DecodeError(f"holds an array {named}")
                 if twice := sorted(fields.keys() & arrays.keys()):
                     raise DecodeError(f"field {twice[0]!r} is in {files[twice[0]]} as well")
             except ChangedError:
@@ -484,7 +504,10 @@ class AdoptSource:
         if not schema:
             raise SourceError(f"{self.folder}: its files hold no arrays", hint="Name another layout")
         if unknown := sorted(self._rules.ragged.keys() - schema.keys()):
-            raise ConfigError(f"ragged names {', '.join(unknown)}; the fields are {', '.join(schema)}")
+            raise ConfigError(
+                f"ragged names {', '.join(unknown)}; the fields are {', '.join(schema)}",
+                hint="Name a field, or a field and its axes: {'latent': (1, 2)}, or --ragged latent:1:2",
+            )
         sizes = {name + SHAPE_SUFFIX: size_field(field) for name, field in schema.items() if field.folded}
         if twice := sorted(sizes.keys() & schema.keys()):
             raise SourceError(
