@@ -114,6 +114,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
 PYTHON_ALONE = (
     *("api", "attend", "attention_mask", "max_length", "norm", "out", "pad"),  # encoders and Tokenize
     *("batch_by", "batch_tokens", "drop_last", "part", "variants"),
+    *("allow_bad", "zeros"),  # of adopt
 )
 """Arguments of what the settings files do not have."""
 

@@ -72,7 +72,7 @@ def test_the_splits_are_of_one_reading(settings: Path, monkeypatch: pytest.Monke
     [
         ("data.sql.url=postgresql://me:hush@host/db", "data.sql.url holds a password"),
         ("data.sql.key=null", r"data\.sql\.key"),
-        ("data.sql.columns={power: flot32}", "did you mean float32"),
+        ("data.sql.columns={power: flot32}", "Did you mean float32"),
         ("data.preset=well", "data.preset is given, but data.kind=sql"),
         ("data.sql.tabel=x", "data.sql.table"),
     ],

@@ -190,7 +190,7 @@ def test_padding_of_none_copies_nothing() -> None:
 
 def test_the_obvious_argument_may_go_without_its_name() -> None:
     assert (Crop(6).size, Flip(-1).axis, tuple(Roll((-2,)).axes)) == (6, -1, (-2,))
-    with pytest.raises(ConfigError, match=r"axes are -2. Expected a list, as \(-2,\)"):
+    with pytest.raises(ConfigError, match="axes is -2"):
         Roll(-2)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from stoker.arguments import check, whole
 from stoker.errors import EncoderError
 from stoker.schema import SHAPE_SUFFIX, Json, Schema
 from stoker.units import MIB
@@ -40,6 +41,7 @@ class EncodeBatchSize:
 
     def __post_init__(self) -> None:
         """Refuse what no call can have; numbers of numpy become plain ones, which the recipe holds."""
+        check({"samples": (self.samples, whole())}, EncoderError)
         object.__setattr__(self, "samples", int(self.samples))
         object.__setattr__(self, "lengths", tuple(map(int, self.lengths)))
         lengths = self.lengths
