@@ -388,8 +388,7 @@ def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload] 
         >>> len(cache), cache[0]["latent"].shape, cache[0]["latent"].dtype
         (20, torch.Size([2]), torch.float16)
     """
-    check({"cache_dir": (cache_dir, PATH), "name": (name, TEXT)})
-    check({"wait": (wait, FLAG), "engine": (engine, _ENGINE)})
+    _check_call(cache_dir, name, wait, engine)
     source = as_source(source)
     shared: dict[str, Any] = {
         "workers": workers,
@@ -439,6 +438,11 @@ def precompute(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload] 
     told = _tell_ranks(name, cache.fingerprint, None, filling=cache.filling is not None)
     agree_on_order(cache, filling=_is_filled_by_any(told, name, cache.fingerprint))
     return cache
+
+
+def _check_call(cache_dir: object, name: object, wait: object, engine: object) -> None:
+    check({"cache_dir": (cache_dir, PATH), "name": (name, TEXT)})
+    check({"wait": (wait, FLAG), "engine": (engine, _ENGINE)})
 
 
 def _wish(
