@@ -248,8 +248,7 @@ class PieceReader:
         waited, begins = 0, np.flatnonzero(np.diff(wanted.shard[piece], prepend=-1))[:: self._at_once]
         for some in np.split(piece, begins[1:]):  # of few enough shards to have all of them open
             done: dict[int, NDArray[np.bool_]] = {}
-            # With "first" each read is compared: that is cheaper than to remember what was.
-            for i in self._whole if self._native else ():
+            for i in self._whole if self._native and verify != "first" else ():
                 if i not in wanted.cuts:
                     done[i], slow = self._read_together(cache, some, i, wanted, verify)
                     waited += slow
