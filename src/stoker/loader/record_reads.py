@@ -37,7 +37,7 @@ class RecordReads:
         self._block_bytes = places[0].block_bytes
         table = np.array([place[:6] for place in places], np.int64)[own]
         self._fds = np.array(fds, np.int32)[own]
-        self._begins, self._sizes = table[:, 0] + rows * table[:, 1], table[:, 1]
+        self._begins, self.sizes = table[:, 0] + rows * table[:, 1], table[:, 1]
         self._seeds, self._sums = table[:, 3] + 8 * rows, table[:, 4] + 8 * table[:, 5] * rows
         self._generations: dict[int, object] = {}
         self.may: NDArray[np.bool_] = self._fds >= 0
@@ -50,12 +50,12 @@ class RecordReads:
             if place.offsets is not None and place.firsts is not None:
                 first, last = place.offsets[rows[of_shard]], place.offsets[rows[of_shard] + 1]
                 self._begins[of_shard] = place.begin + first * place.unit_bytes
-                self._sizes[of_shard] = (last - first) * place.unit_bytes
+                self.sizes[of_shard] = (last - first) * place.unit_bytes
                 self._sums[of_shard] = place.sums + 8 * place.firsts[rows[of_shard]]
             if generation is not None:
                 self._generations[number] = generation
                 begins = self._begins[of_shard]
-                self.may[of_shard] &= shard.file.here(begins, begins + self._sizes[of_shard])
+                self.may[of_shard] &= shard.file.here(begins, begins + self.sizes[of_shard])
 
     def read(self, outs: NDArray[np.int64], *, check: bool) -> tuple[NDArray[np.bool_], int]:
         """Read those that can be into memory at these addresses.
@@ -68,7 +68,7 @@ class RecordReads:
             Which are there and right, `(n,)`, and how many were waited for.
         """
         done, waited = np.zeros(len(outs), np.bool_), 0
-        every = native.Extents(self._fds, self._begins, self._sizes, outs, self._seeds, self._sums)
+        every = native.Extents(self._fds, self._begins, self.sizes, outs, self._seeds, self._sums)
         for flags in PASSES:
             left = np.flatnonzero(self.may & ~done)
             if not len(left):
