@@ -287,9 +287,7 @@ class PieceReader:
             outs = np.array([wanted.values[i][j].data_ptr() for j in piece.tolist()], np.int64)
         else:
             outs = np.frombuffer(space, np.uint8).ctypes.data + piece * self._sizes[i]
-            reads.may &= (
-                reads.sizes == self._sizes[i]
-            )  # no byte beyond a record's room, whatever a shard says
+            reads.may &= reads.sizes == self._sizes[i]  # no byte goes beyond a record's room
         return reads.read(outs, check=verify != "off")
 
     def _tell(self, shard: Shard) -> None:
