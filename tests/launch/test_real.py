@@ -199,7 +199,7 @@ def test_everything_is_really_installed_and_run(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     shutil.copytree(SRC, repo / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(SRC.parent / "configs", repo / "configs", dirs_exist_ok=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(SRC.parent / name, repo)
     data = write_burgers(tmp_path / "far.hdf5", samples=20)
     entry = {"from": str(data), "bytes": data.stat().st_size}
