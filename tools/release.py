@@ -226,7 +226,11 @@ stoker.VAEEncoder("vae").decode(DATASET[0][0])
     "zarr": 'Path("a.zarr").mkdir(); Path("a.zarr/.zgroup").touch(); stoker.ArraySource("a.zarr").schema()',
     "compression": 'stoker.precompute(DATASET, None, "caches", name="small", compression="zstd")',
     "parquet": 'Path("a.parquet").touch(); stoker.ParquetSource("a.parquet").schema()',
-    "adopt": 'Path("a").mkdir(); Path("a/data.mdb").write_bytes(bytes(8192)); stoker.adopt("a", "caches", name="a")',
+    "adopt": """
+Path("a").mkdir()
+Path("a/data.mdb").write_bytes(bytes(8192))
+stoker.adopt("a", "caches", name="a")
+""",
     "ray": 'stoker("precompute", "stoker.yaml", "--engine", "ray")',
     "objects": 'stoker.open_cache("s3://bucket/caches")',
     "service": 'stoker("serve")',
