@@ -76,7 +76,7 @@ def train(loader: Any, pipeline: Path, state: Path, *, epochs: int = 2, lr: floa
     )
     optimizer, losses = torch.optim.AdamW(unet.parameters(), lr=lr), list[float]()
     if state.exists():
-        saved = torch.load(state)
+        saved = torch.load(state, weights_only=True)
         unet.load_state_dict(saved["unet"]), optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
         losses = saved["losses"]

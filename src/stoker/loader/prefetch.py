@@ -668,8 +668,10 @@ class BlockPrefetcher:
         """Return blocks of the stretches after those begun, each with the last stretch that takes it."""
         upcoming, most = self._upcoming, self.lead_bytes // SOON_PART // self._locator.block_bytes
         soon: dict[int, int] = {}
-        at = self._begun - upcoming.passed
-        while len(soon) < most and (at < len(upcoming.stretches) or upcoming.extend()):
+        at, until = self._begun - upcoming.passed, time.monotonic() + LOOK_S
+        while len(soon) < most and time.monotonic() < until:
+            if at == len(upcoming.stretches) and not upcoming.extend():
+                break
             own: list[int] = upcoming.stretches[at].own.tolist()
             soon.update((block, upcoming.passed + at) for block in own if block not in self._requested)
             at += 1

@@ -27,16 +27,11 @@ READ, NOT_READ, WRONG = 0, 1, 2
 _size, _number, _pointer = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
 
 
-def library_path(machine: str = platform.machine()) -> Path:
-    """Return where the library for a processor is, if it was built."""
-    return Path(__file__).parent / f"core-{machine}.so"
-
-
 @functools.cache
 def library() -> Any:
     """Return the library; None where it was not built, or is of another version."""
     try:
-        found = ctypes.CDLL(str(library_path()))
+        found = ctypes.CDLL(str(Path(__file__).parent / f"core-{platform.machine()}.so"))
         if found.stoker_version() != VERSION:
             return None
     except (OSError, AttributeError):
