@@ -31,3 +31,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_burgers(tmp_path / "raw" / "burgers1d_val.h5", samples=4, seed=1)
     (tmp_path / "c.yaml").write_text(SETTINGS)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_thread_waits_for_our_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command run in this process would leave one behind; `tests/test_exit.py` runs it in its own."""
+    monkeypatch.setattr("stoker.cli.command._end_in_time", lambda _: None)

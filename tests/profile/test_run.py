@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
-from stoker.profile.result import demand_of, forecast_other_gpus, write_page
+from stoker.profile.result import demand_of, forecast_other_gpus, watch, write_page
 from stoker.profile.run import profile_script
+from stoker.runtime.threads import start_thread
 from tests.cli.commands import run
 
 
@@ -53,6 +56,23 @@ def test_a_loop_that_waits_is_told_apart_from_one_that_computes(tmp_path: Path) 
     assert "__getitem__  test_run.py" in page, "the picture names the calls that reading passes its time in"
     assert "<script" not in page
     assert "src=" not in page
+
+
+def test_a_process_of_many_threads_is_watched_without_waking_them_more_often() -> None:
+    over, intervals = threading.Event(), list[float]()
+    before = sys.getswitchinterval()
+    watch(lambda: intervals.append(sys.getswitchinterval()))
+    threads = [start_thread(over.wait, "waits") for _ in range(200)]
+    try:
+        watch(lambda: intervals.append(sys.getswitchinterval()))
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+    assert intervals[0] < before, "a thread that computes lets the one that looks in sooner"
+    assert intervals[1] == before
+    assert sys.getswitchinterval() == before
 
 
 def test_a_loop_gets_its_own_batches_then_one_at_hand_then_a_made_up_one() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from stoker.errors import StalledError
 from stoker.runtime import threads as pools
-from stoker.runtime.threads import ItemClock, Pool, call_within, map_in_order
+from stoker.runtime.threads import ItemClock, Pool, call_within, frame_of, map_in_order, start_thread
 
 
 def test_work_runs_beside_and_gives_its_result_or_error() -> None:
@@ -326,3 +327,38 @@ def _forked(work: Callable[[], object], limit_s: float = 60.0) -> int:
             return -9
         time.sleep(0.005)
     return os.waitstatus_to_exitcode(ended[1])
+
+
+def test_no_garbage_is_collected_while_the_threads_are_listed() -> None:
+    """In Python 3.11 that can stop all of them for ever."""
+    over, inside = threading.Event(), list[str]()
+
+    def rest() -> None:
+        over.wait(0.001)  # each call has a frame of its own: an object that counts for the collector
+
+    def work() -> None:
+        while not over.is_set():
+            rest()
+
+    def note(phase: str, _: object) -> None:
+        caller = sys._getframe(1)
+        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+        if phase == "start" and "_current_frames" in line:
+            inside.append(line)
+
+    before = gc.get_threshold()
+    threads = [start_thread(work, "busy") for _ in range(40)]
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        found = [frame_of(threads[turn % 40].ident or 0) for turn in range(200)]
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+        over.set()
+        for thread in threads:
+            thread.join()
+
+    assert None not in found
+    assert gc.isenabled()
+    assert not inside

@@ -20,7 +20,7 @@ from stoker.errors import ConfigError, ResourceError
 from stoker.plan import Demand, Rates, Resources, plan_tiers
 from stoker.plan.tiers import MEMORY_GIB, known_gpu, peak_flops, say_gpus
 from stoker.runtime.files import make_folder, replace_atomically
-from stoker.runtime.threads import start_thread
+from stoker.runtime.threads import frame_of, start_thread
 from stoker.schema import Json, JsonResult
 from stoker.units import GIB, format_bytes, format_percent, format_seconds
 
@@ -136,6 +136,9 @@ def say_used(loop: LoopTimes, resources: Resources) -> str:
 EVERY_S = 0.001
 SWITCH_S = 0.0005
 """How soon a thread that computes lets the one that looks in; Python's own is longer than the interval."""
+WAITER_S = 50e-6
+"""Of that for each thread: all that wait for the interpreter wake once in it. With 0.5 ms, 800 threads that
+polled took all time of two cores, and a loop got a seventeenth of it (docs/LOG.md, 2026-11-29)."""
 Line: TypeAlias = tuple[str, int, str]
 """File, number of the line, function."""
 Stack: TypeAlias = tuple[Line, ...]
@@ -174,13 +177,12 @@ def watch(work: Callable[[], None]) -> StackSamples:
 
     def look() -> None:
         while not over.wait(EVERY_S):
-            frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]  the documented way
-            found = _stack(frame)[base + 1 :]  # below us, and below the call of `work`
+            found = _stack(frame_of(thread))[base + 1 :]  # below us, and below the call of `work`
             if found:
                 stacks.seen[found] += 1
 
     before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(min(before, max(SWITCH_S, WAITER_S * threading.active_count())))
     looker = start_thread(look, "stoker-profile")
     try:
         work()

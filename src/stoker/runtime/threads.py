@@ -9,6 +9,7 @@ Idle threads end after a while, so nothing needs to be closed.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 from stoker.errors import StalledError
@@ -410,9 +412,29 @@ def _no_thread(what: str, error: RuntimeError) -> StalledError:
     return StalledError(f"{what} cannot be asked now: {error}", hint="Try again later")
 
 
+_looking = threading.Lock()
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return what the thread of this number (`threading.get_ident`) is at; None: it has ended.
+
+    In Python 3.11 a garbage collection inside `sys._current_frames` can stop the entire process. It holds the
+    list of threads. A finalizer lets another thread run, and that waits for the list with the interpreter's
+    lock. So none is begun there. Source: python/cpython#106883; 3.12 collects elsewhere.
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]  the documented way
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _lines(thread: threading.Thread) -> str:
     """Return the innermost calls of a thread, innermost first: often a library's, then its callers."""
-    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    frame = frame_of(thread.ident or 0)
     calls = [] if frame is None else traceback.extract_stack(frame)[-3:]
     return ", called from ".join(f"{call.filename}:{call.lineno} in {call.name}" for call in reversed(calls))
 
