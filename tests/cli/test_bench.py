@@ -32,6 +32,23 @@ def test_bench_of_a_configuration_and_of_its_cache(project: Path) -> None:
     assert set(of_cache["tiers"]["host"]) == {"what", "bytes_s", "scatter", "limit", "fraction", "batch_s"}
 
 
+def test_bench_of_a_cache_at_an_address(project: Path) -> None:
+    """It fetches into a folder of its own, of which nothing is left."""
+    run("precompute", "c.yaml", "--splits", "train")
+    run("cache", "push", "data/latent_cache/burgers1d_train", f"file://{project}/store")
+
+    found = run_json("bench", f"file://{project}/store/burgers1d_train", "--seconds", "0.2")
+    _, said = run("bench", f"file://{project}/store/none", "--seconds", "0.1", exit_code=4)
+
+    assert set(found["limits"]) == {"copy", "gather", "store", "store, kept"}
+    (tier,) = found["tiers"].values()
+    assert tier["limit"] == "store, kept"
+    assert tier["fraction"] == pytest.approx(tier["bytes_s"] / found["limits"]["store, kept"]["bytes_s"])
+    assert "first epoch takes about" in found["advice"]
+    assert "there is no cache at file://" in said
+    assert not list((project / ".stoker" / "mirror").glob(".bench-*"))
+
+
 def test_bench_of_the_machine_alone(project: Path) -> None:
     assert list(run_json("bench", "--seconds", "0.1")["limits"]) == ["copy", "gather"]
 

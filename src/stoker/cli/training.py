@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,7 +101,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[encode] [CONFIG | CACHE] [KEY=VALUE]",
-            help="Settings, or a cache's folder: serve its batches. Left out: measure the machine alone.",
+            help="Settings, or a cache's folder or URL: serve its batches. Left out: the machine alone.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
@@ -112,13 +113,15 @@ def bench(
     """Measure this machine and how fast tiers serve.
 
     First its limits: copying and gathering in memory, reading from disk, copying to a GPU. Then how fast each
-    tier serves the batches of a cache, and what part of its limit that is. The cache is only read; all that
-    is written is the picture.
+    tier serves the batches of a cache, and what part of its limit that is. Of a cache at a URL: what plain
+    parallel requests get, and what a first epoch does. The cache is only read; all that is written is the
+    picture, and of a URL a temporary copy of what was fetched.
 
     \b
     Example:
       stoker bench configs/train_burgers_32dim.yaml
       stoker bench data/latent_cache/burgers1d_train --seconds 10
+      stoker bench s3://bucket/caches/burgers1d_train
       stoker bench encode configs/train_burgers_32dim.yaml
     """
     if words and words[0] == "encode":
@@ -126,7 +129,9 @@ def bench(
         return
     from stoker.run.bench import run_bench
 
-    out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
+    with _job(words or [], batch_size) as job:
+        result = run_bench(job, seconds=seconds, picture=picture)
+    out.show(result, show_bench)
 
 
 def _encode(words: list[str]) -> EncodeBench:
@@ -160,10 +165,14 @@ def show_encode(result: EncodeBench, console: Console) -> None:
     console.print(escape(result.setting))
 
 
-def _job(words: list[str], batch_size: int | None) -> BenchJob | None:
+def _job(words: list[str], batch_size: int | None) -> AbstractContextManager[BenchJob | None]:
     from stoker.config import load_config
-    from stoker.run.bench import job_of_cache, job_of_config
+    from stoker.run.bench import job_of_cache, job_of_config, job_of_url
     from stoker.run.context import Run
+    from stoker.store.remote import is_url
+
+    if len(words) == 1 and is_url(words[0]):
+        return job_of_url(words[0], batch_size or BATCH_SIZE)
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -172,15 +181,15 @@ def _job(words: list[str], batch_size: int | None) -> BenchJob | None:
             hint="Settings are written key=value and go with a CONFIG",
         )
     if paths and paths[0].is_dir():
-        return job_of_cache(paths[0], batch_size or BATCH_SIZE)
+        return nullcontext(job_of_cache(paths[0], batch_size or BATCH_SIZE))
     if batch_size is not None:
         raise ConfigError(
             f"--batch-size {batch_size} is for a CACHE",
             hint=f"Write training.batch_size={batch_size} after a CONFIG",
         )
     if not paths:
-        return None
-    return job_of_config(Run(load_config(paths[0], overrides)))
+        return nullcontext()
+    return nullcontext(job_of_config(Run(load_config(paths[0], overrides))))
 
 
 def show_bench(result: BenchResult, console: Console) -> None:

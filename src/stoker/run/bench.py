@@ -6,14 +6,18 @@ two figures differ. Nothing is written but the picture; reads are of the cache's
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,12 +51,18 @@ from stoker.run.plan import TimedStep, demand_of, served_loads
 from stoker.run.precompute import settings_of
 from stoker.run.train import loop_settings
 from stoker.runtime.files import make_folder, replace_atomically
-from stoker.runtime.threads import call_within
+from stoker.runtime.threads import Pool, call_within
 from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
+from stoker.store.remote import TIMEOUT_S as STORE_TIMEOUT_S
+from stoker.store.storage import MIRROR_DIR, attach_mirror, open_storage
 from stoker.train.run import steps_of
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.store.format import Buffer
+    from stoker.store.mirror import MirrorFolder
 
 ROUNDS = 2
 SCATTER = 0.2
@@ -108,7 +118,9 @@ class BenchJob:
     batch_size: int
     device: str
     files: Sequence[Path]
-    """The shards."""
+    """The shards; none where they are at a URL."""
+    remote: MirrorFolder | None = None
+    """Where the shards come from; its local folder is empty, and temporary."""
     served: Sequence[int]
     """Numbers of the samples that are served to measure: no more than fill a tier in a moment."""
 
@@ -150,18 +162,34 @@ def job_of_cache(path: Path, batch_size: int) -> BenchJob:
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
 
 
+@contextmanager
+def job_of_url(url: str, batch_size: int) -> Generator[BenchJob]:
+    """Yield a cache at a URL, as `job_of_cache`; nothing of its shards is kept afterwards.
+
+    Raises:
+        StokerError: As `attach_mirror`.
+    """
+    place = make_folder(MIRROR_DIR)
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=place, ignore_cleanup_errors=True) as folder:
+        job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size)
+        yield replace(job, files=(), remote=open_storage(job.cache.path).mirror)
+
+
 def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
-    files = [cache.path / shard.file for shard in cache.index.shards]
     numbers = list(cache.indices)
-    part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / sum(file.stat().st_size for file in files))))
+    part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / max(1, _set_bytes(cache)))))
     return BenchJob(
         cache=cache,
         windows=windows,
         batch_size=batch_size,
         device=device,
-        files=files,
+        files=[cache.path / shard.file for shard in cache.index.shards],
         served=numbers[:part],
     )
+
+
+def _set_bytes(cache: Cache) -> int:
+    return sum(shard.bytes for shard in cache.index.shards)
 
 
 def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
@@ -205,7 +233,7 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
 
 def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
     row, batch = (PLAIN_BYTES, PLAIN_BATCH) if job is None else (_row_bytes(job), job.batch_size)
-    held = SERVED_BYTES if job is None else min(SERVED_BYTES, sum(path.stat().st_size for path in job.files))
+    held = SERVED_BYTES if job is None else min(SERVED_BYTES, _set_bytes(job.cache))
     found: dict[str, tuple[str, Limit]] = {
         "copy": ("copying 64 MiB within memory, one thread", rates.copy_limit()),
         "gather": (
@@ -214,6 +242,11 @@ def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
         ),
     }
     if job is None:
+        return found
+    if job.remote is not None:
+        what = f"{GETS} requests of {format_bytes(GET_BYTES)} at a time"
+        found["store"] = (f"{what}, nothing kept", _store_limit(job, kept=False))
+        found["store, kept"] = (f"{what}, written to files", _store_limit(job, kept=True))
         return found
     size = _example_bytes(job)
     block = format_bytes(-(-size // rates.PAGE_BYTES) * rates.PAGE_BYTES)
@@ -236,6 +269,9 @@ def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
     """Per tier: what is done, how it is measured, and the limit that it is held against."""
     if job is None:
         return {}
+    if job.remote is not None:
+        first = "batches of a first epoch in block order, nothing here before"
+        return {"store, first epoch": (first, _FirstEpoch(job), "store, kept")}
     cold = _TierMeasurement(job, "disk", cold=True)
     host = "gather" if job.device == "cpu" else "to the GPU"
     found: dict[str, tuple[str, Limit, str]] = {}
@@ -294,6 +330,70 @@ class _TierMeasurement:
                 break
 
 
+GET_BYTES, GETS = 8 * MIB, 16
+"""Of the plain requests that a store is measured with."""
+
+
+def _store_limit(job: BenchJob, *, kept: bool) -> Limit:
+    """Return the rate of plain requests for parts of shards; `kept`: written to a file here as well."""
+    folder = job.remote
+    assert folder is not None
+    shards = job.cache.index.shards
+    pieces = [
+        (s.file, at, min(at + GET_BYTES, s.bytes)) for s in shards for at in range(0, s.bytes, GET_BYTES)
+    ]
+    following, lock = itertools.cycle(pieces), threading.Lock()
+
+    def get(until: float) -> int:
+        came = 0
+        with tempfile.TemporaryFile(dir=folder.root.path) as file:
+
+            def sink(data: Buffer) -> None:
+                nonlocal came
+                came += len(data)
+                if kept:
+                    file.write(data)
+
+            while time.perf_counter() < until:
+                with lock:
+                    name, begin, end = next(following)
+                file.seek(0)
+                file.truncate()  # so that each byte takes new room, as in a first epoch
+                folder.read_plain(name, begin, end, sink)
+        return came
+
+    def measure(seconds: float) -> float:
+        begun = time.perf_counter()
+        pool = Pool(GETS, "stoker-get")
+        tickets = [pool.submit(partial(get, begun + seconds)) for _ in range(GETS)]
+        came = sum(ticket.result(seconds + STORE_TIMEOUT_S, f"reading {folder.url}") for ticket in tickets)
+        pool.close()
+        return came / (time.perf_counter() - begun)
+
+    return measure
+
+
+class _FirstEpoch:
+    """Measures batches of a cache at a URL of which nothing is here: each turn has a folder of its own."""
+
+    def __init__(self, job: BenchJob) -> None:
+        self._job = job
+
+    def __call__(self, seconds: float) -> float:
+        """Return bytes a second."""
+        job, remote = self._job, self._job.remote
+        assert remote is not None
+        with tempfile.TemporaryDirectory(dir=remote.root.path, ignore_cleanup_errors=True) as folder:
+            cache = open_cache(attach_mirror(remote.url, folder, must_exist=True))
+            loader = Loader(cache, job.batch_size, shuffle="block", windows=job.windows, tier="disk")
+            count, begun = 0, time.perf_counter()
+            for _ in loader:
+                count += 1
+                if time.perf_counter() - begun >= seconds:
+                    break
+            return count * _batch_bytes(job) / (time.perf_counter() - begun)
+
+
 def _figure(what: str, values: Sequence[float]) -> BenchFigure:
     best = max(values)
     return BenchFigure(what=what, bytes_s=best, scatter=1 - min(values) / best)
@@ -316,7 +416,7 @@ def _example_bytes(job: BenchJob) -> int:
     """Return bytes of one example as it is stored."""
     schema = job.cache.schema
     if any(f.ragged for f in schema.values()):
-        return sum(path.stat().st_size for path in job.files) // max(1, len(job.cache))
+        return _set_bytes(job.cache) // max(1, len(job.cache))
     if job.windows is None:
         return record_bytes(schema)
     steps = job.windows.horizons[1] + 1
@@ -338,7 +438,7 @@ def _batch_bytes(job: BenchJob | None) -> float:
 def _about(job: BenchJob) -> str:
     cache, batch = job.cache, format_bytes(_batch_bytes(job))
     kind = "records" if job.windows is None else "windows"
-    size = format_bytes(sum(file.stat().st_size for file in job.files))
+    size = format_bytes(_set_bytes(job.cache))
     held = f"{cache.name}, {format_count(len(cache), 'record')}, {size}"
     return f"{held}; a batch is {job.batch_size} {kind}, {batch}"
 
@@ -356,6 +456,10 @@ def _advice(
     if job is None:
         said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
     else:
+        first = tiers.get("store, first epoch")
+        if first is not None:
+            took = format_seconds(_set_bytes(job.cache) / first.bytes_s)
+            said.append(f"The first epoch takes about {took}; what fits stays here for the next.")
         whole = Loader(job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device)
         said += _choice(whole.plan, tiers)
     busy = {name: figure.scatter for name, figure in {**figures, **tiers}.items() if figure.scatter > SCATTER}

@@ -546,6 +546,21 @@ class MirrorFolder:
         self._ask(copy, lambda remote: self._read(remote, copy, offset + at, offset + len(out), sink))
         self.counters.add(direct=1, bytes=at)
 
+    def read_plain(self, name: str, begin: int, end: int, sink: Callable[[Buffer], None]) -> None:
+        """Hand bytes of a file to `sink`, past the mirror: to measure what the place gives.
+
+        Raises:
+            StokerError, FileNotFoundError: As `Remote`.
+        """
+        at = begin
+
+        def take(piece: Buffer) -> None:
+            nonlocal at
+            at += len(piece)
+            sink(piece)
+
+        self.ask("get", name, lambda remote: remote.read(self.key(name), at, end, etag="", sink=take))
+
     def refetch(self, copy: BlockFile, begin: int, end: int) -> None:
         """Forget bytes that do not match their sums, so that the next read fetches them.
 
