@@ -19,8 +19,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = (
-    "-std=gnu11", "-O3", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden", "-g0", "-fno-ident",
-    "-Wl,--build-id=none", "-Wl,-z,relro,-z,now",
+    "-std=gnu11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-g0", "-fno-ident", "-Wl,--build-id=none", "-Wl,-z,relro,-z,now",
 )  # fmt: skip
 PLATFORMS = {"x86_64": "manylinux_2_17_x86_64", "aarch64": "manylinux_2_17_aarch64"}
 """Tags of wheels: the library needs `memcpy` and `syscall` of glibc, nothing newer."""

@@ -69,11 +69,37 @@ def test_rows_are_those_of_index_select(
 
 
 @needs_library
+@given(
+    channels=st.integers(1, 5),
+    inner=st.one_of(st.integers(1, 70), st.integers(1000, 1100)),
+    groups=st.integers(1, 3),
+    picked=st.lists(st.integers(0, 6), min_size=1, max_size=9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bytes_are_scaled_to_the_bits_of_torch(
+    channels: int, inner: int, groups: int, picked: list[int], seed: int
+) -> None:
+    """Channels in long runs, in short ones, and value by value; outputs at any address."""
+    generator = torch.Generator().manual_seed(seed)
+    view = torch.randint(0, 256, (7, groups, channels, inner), dtype=torch.uint8, generator=generator)
+    scale, shift = torch.randn(2, channels, generator=generator)
+    index = torch.tensor(picked)
+    expected = view[index].float().mul_(scale[:, None]).add_(shift[:, None])
+    for offset in (0, 1, 3):
+        room = torch.empty(expected.numel() + offset)
+        out = room[offset:].view(expected.shape)
+        assert torch.equal(native.RowScale(view, scale, shift, inner)(index, out), expected)
+
+
+@needs_library
 @pytest.mark.parametrize("number", [-1, 5])
 def test_a_number_that_is_no_row_is_refused_and_nothing_is_written(number: int) -> None:
     out = torch.full((2, 3), 7.0)
     with pytest.raises(IndexError, match=f"row {number} of 5"):
         native.RowGather(torch.zeros(5, 3))(torch.tensor([0, number]), out)
+    one = torch.ones(1)
+    with pytest.raises(IndexError, match=f"row {number} of 5"):
+        native.RowScale(torch.zeros(5, 3, dtype=torch.uint8), one, one, 3)(torch.tensor([0, number]), out)
     assert out.tolist() == [[7.0] * 3] * 2
 
 

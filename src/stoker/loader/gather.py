@@ -27,7 +27,7 @@ from torch import Tensor
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
 from stoker.loader.choose import Taken
 from stoker.loader.chunks import RECORD
-from stoker.native import RowGather, can_gather
+from stoker.native import RowGather, RowScale, can_gather
 from stoker.runtime.threads import Pool, Ticket
 from stoker.units import KIB, MIB
 
@@ -74,6 +74,16 @@ class RowConverter:
         self._scale = self._shift = torch.empty(0, device="cpu")
         if conversion.scale:
             self._scale, self._shift = self._by_channel(device)
+
+    def compiled(self, view: Tensor) -> RowScale | None:
+        """Return what gathers and normalizes rows of `view` in one pass; None where that is done in torch."""
+        conversion = self._conversion
+        plain = conversion.crop is None and not conversion.flip and conversion.dtype == torch.float32
+        if not (plain and conversion.scale and view.dtype == torch.uint8 and can_gather(view)):
+            return None
+        scale, shift = torch.tensor([conversion.scale, conversion.shift], dtype=torch.float32, device="cpu")
+        inner = conversion.inner if len(scale) > 1 else math.prod(view.shape[1:])
+        return RowScale(view, scale, shift, inner)
 
     def _by_channel(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the scale and shift in the shape that a row's values are seen in, which `_lines` keeps."""
@@ -165,7 +175,8 @@ class ConvertingGather:
         """Where batches go."""
         self._pool = pool if self.room.bytes >= THREADS_FROM_BYTES else None
         narrow = bool(self._converter.work_shape(1)[0])
-        most = NARROW_PIECE_BYTES if narrow else PIECE_BYTES
+        self._scale = self._converter.compiled(view)
+        most = NARROW_PIECE_BYTES if narrow or self._scale is not None else PIECE_BYTES
         self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
         self._in_place = self._rows == 1 and not self._moved and not narrow
         self._scratch: deque[tuple[Tensor, Tensor]] = deque()
@@ -177,7 +188,9 @@ class ConvertingGather:
             rows = torch.index_select(self._view, 0, index)
             return self.room.fixed(self._converter(rows, views))
         out = self.room.take(len(index))
-        if self._in_place:
+        if self._scale is not None:
+            work = partial(self._scale_rows, index, out, iter(range(0, len(index), self._rows)))
+        elif self._in_place:
             # Large enough to be read in place. What rows take is prepared for all of them before, since
             # threads that hold the interpreter's lock wait for each other longer than they work.
             rows = [self._view[number] for number in index.tolist()]
@@ -188,6 +201,13 @@ class ConvertingGather:
             work = partial(self._convert, index, views, out, iter(range(0, len(index), self._rows)))
         _run_on_all(self._pool, work)
         return out
+
+    def _scale_rows(self, index: Tensor, out: Tensor, pieces: Iterator[int]) -> None:
+        """Convert pieces of the batch in one pass."""
+        assert self._scale is not None
+        for begin in pieces:
+            end = min(begin + self._rows, len(index))
+            self._scale(index[begin:end], out[begin:end])
 
     def _convert_rows(self, rows: Iterator[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Convert rows until none is left; threads share the iterator, so a slow one does less."""

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 """Of the functions; a library of another version is not used."""
+SHORT_RUN = 64
+"""Values of one channel, below which each value is given a scale of its own."""
 READ, NOT_READ, WRONG = 0, 1, 2
 """States of a record after `read_records`: read and right, not all there, or not what its sums say."""
 
@@ -38,6 +40,11 @@ def library() -> Any:
         return None
     found.stoker_gather.argtypes = (_pointer, _number, _size, _pointer, _size, _size, _pointer)
     found.stoker_gather.restype = _number
+    found.stoker_scale.argtypes = (
+        *(_pointer, _number, _size, _pointer, _size, _size),
+        *(_pointer, _pointer, _size, _size, _pointer),
+    )
+    found.stoker_scale.restype = _number
     found.stoker_digest.argtypes = (_pointer, _size, ctypes.c_uint64)
     found.stoker_digest.restype = ctypes.c_uint64
     found.stoker_announce.argtypes = (_size, _pointer, _pointer, _pointer)
@@ -84,6 +91,36 @@ class RowGather:
             IndexError: A number is not among the rows.
         """
         wrong = self._gather(*self._from, index.data_ptr(), len(index), self._row, out.data_ptr())
+        if wrong >= 0:
+            raise IndexError(f"row {int(index[wrong])} of {len(self._view)} asked for")
+        return out
+
+
+class RowScale:
+    """Copies rows of bytes as float32, times the scale of their channel, plus its shift.
+
+    Args:
+        view: `(n, *row)` uint8, see `can_gather`.
+        scale, shift: `(channels,)` float32.
+        inner: Consecutive values of one channel; value `i` has channel `i // inner % channels`.
+    """
+
+    def __init__(self, view: Tensor, scale: Tensor, shift: Tensor, inner: int) -> None:
+        self._view = view
+        self._row = prod(view.shape[1:])
+        if inner < SHORT_RUN:  # a whole number of eights, after which they repeat
+            scale, shift = (v.repeat_interleave(inner).repeat(SHORT_RUN) for v in (scale, shift))
+            inner = 0
+        self._scale, self._shift, self._inner = scale.contiguous(), shift.contiguous(), inner
+        self._from = view.data_ptr(), len(view), view.itemsize * view.stride(0)
+        self._call = library().stoker_scale
+
+    def __call__(self, index: Tensor, out: Tensor) -> Tensor:
+        """Write the rows `index` to `out`, and return it; arguments and errors as `RowGather`."""
+        wrong = self._call(
+            *self._from, index.data_ptr(), len(index), self._row,
+            self._scale.data_ptr(), self._shift.data_ptr(), len(self._scale), self._inner, out.data_ptr(),
+        )  # fmt: skip
         if wrong >= 0:
             raise IndexError(f"row {int(index[wrong])} of {len(self._view)} asked for")
         return out

@@ -23,7 +23,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int stoker_version(void) { return 1; }
+PUBLIC int stoker_version(void) { return 2; }
 
 // ---------------------------------------------------------------------------------------------------------
 // Rows. A row is at a random place, which the processor cannot foresee: without a hint it waits for memory at
@@ -45,6 +45,82 @@ PUBLIC int64_t stoker_gather(
     }
     memcpy(to + i * row, from + (size_t)index[i] * stride, row);
   }
+  return -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Rows of bytes as float32, times a scale, plus a shift: each product is rounded before the sum, as in torch.
+
+enum { STREAMED = 1024 };  // values: a run of so many is written past the caches, which it would only empty
+
+typedef struct {
+  // Of a run of one channel, and of values that each have a scale and a shift of their own.
+  void (*run)(const uint8_t *from, size_t count, float scale, float shift, float *to);
+  void (*each)(const uint8_t *from, size_t count, const float *scale, const float *shift, float *to);
+} Scaled;
+
+static void run_plain(const uint8_t *from, size_t count, float scale, float shift, float *to) {
+  for (size_t i = 0; i < count; i++) to[i] = (float)from[i] * scale + shift;
+}
+
+static void each_plain(const uint8_t *from, size_t count, const float *scale, const float *shift, float *to) {
+  for (size_t i = 0; i < count; i++) to[i] = (float)from[i] * scale[i] + shift[i];
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static inline __m256 eight(const uint8_t *from, __m256 scale, __m256 shift) {
+  __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+  return _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(wide), scale), shift);
+}
+
+__attribute__((target("avx2"))) static void run_avx2(
+    const uint8_t *from, size_t count, float scale, float shift, float *to) {
+  __m256 factor = _mm256_set1_ps(scale), summand = _mm256_set1_ps(shift);
+  size_t i = 0;
+  if (count >= STREAMED) {
+    i = (32 - (uintptr_t)to % 32) % 32 / 4;
+    run_plain(from, i, scale, shift, to);
+    for (; i + 8 <= count; i += 8) _mm256_stream_ps(to + i, eight(from + i, factor, summand));
+  }
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, eight(from + i, factor, summand));
+  run_plain(from + i, count - i, scale, shift, to + i);
+}
+
+__attribute__((target("avx2"))) static void each_avx2(
+    const uint8_t *from, size_t count, const float *scale, const float *shift, float *to) {
+  size_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, eight(from + i, _mm256_loadu_ps(scale + i), _mm256_loadu_ps(shift + i)));
+  each_plain(from + i, count - i, scale + i, shift + i, to + i);
+}
+#endif
+
+static Scaled best_scaled(void) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return (Scaled){run_avx2, each_avx2};
+#endif
+  return (Scaled){run_plain, each_plain};
+}
+
+// `row`: values of one, in runs of `inner` of one channel; 0: each of `channels` values has its own scale, and
+// then they repeat. As `stoker_gather` otherwise.
+PUBLIC int64_t stoker_scale(const uint8_t *from, int64_t rows, size_t stride, const int64_t *index, size_t count,
+    size_t row, const float *scale, const float *shift, size_t channels, size_t inner, float *to) {
+  Scaled scaled = best_scaled();
+  for (size_t i = 0; i < count; i++)
+    if (index[i] < 0 || index[i] >= rows) return (int64_t)i;
+  for (size_t i = 0; i < count; i++, to += row) {
+    const uint8_t *own = from + (size_t)index[i] * stride;
+    if (inner)
+      for (size_t at = 0, channel = 0; at < row; at += inner, channel = (channel + 1) % channels)
+        scaled.run(own + at, inner, scale[channel], shift[channel], to + at);
+    else
+      for (size_t at = 0; at < row; at += channels)
+        scaled.each(own + at, row - at < channels ? row - at : channels, scale, shift, to + at);
+  }
+#if defined(__x86_64__)
+  _mm_sfence();  // what was streamed is there before another thread hears of it
+#endif
   return -1;
 }
 
