@@ -19,6 +19,7 @@ import stoker
 from stoker import native
 from stoker.loader import Loader
 from tests.loader.caches import write_cache
+from tests.loader.layouts import same
 
 ROOT = Path(__file__).parents[2]
 needs_library = pytest.mark.skipif(native.library() is None, reason="core.c was not compiled: no C compiler")
@@ -237,3 +238,42 @@ def test_damage_on_disk_is_met_with_the_error_of_the_twin(
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert "does not match its checksum" in said[0]
+
+
+@needs_library
+@pytest.mark.parametrize("verify", ["always", "off"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+def test_windows_from_disk_are_those_of_the_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any, ragged: bool
+) -> None:
+    """Neighboring steps, steps far from each other, and the end of a record, whose last block is short."""
+    lengths = [60 + 7 * (n % 5) if ragged else 61 for n in range(30)]
+    values: Any = [torch.randn(length, 16, 33) for length in lengths]
+    fields = {"a": values if ragged else torch.stack(values), "b": torch.arange(30)}
+    cache = write_cache(tmp_path, fields, shards=(7, 12), timed=("a",))
+    windows = stoker.Windows(stride=7, horizon=3)
+    made = Loader(cache, 16, shuffle=True, seed=3, tier="disk", verify=verify, windows=windows)
+    with monkeypatch.context() as patch:
+        patch.delattr("stoker.loader.disk.StepRead.read")  # nothing is left to the twin
+        batches = list(made)
+    monkeypatch.setattr(native, "library", lambda: None)
+    again = stoker.open_cache(cache.path)
+    twin = Loader(again, 16, shuffle=True, seed=3, tier="disk", verify=verify, windows=windows)
+    for one, other in zip(batches, twin, strict=True):
+        assert same(one, other)
+
+
+@needs_library
+def test_damage_beside_a_window_in_its_block_is_met(tmp_path: Path) -> None:
+    """Complete blocks are compared, though a window is only a part of one."""
+    cache = write_cache(tmp_path, {"a": torch.randn(3, 500, 8)}, timed=("a",))
+    shard = next(cache.path.glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[cache.shard(0).columns["a"].offset + 3] ^= 1  # of the first step of the first record
+    shard.write_bytes(content)
+    again = stoker.open_cache(cache.path)
+    loader = Loader(again, 1, tier="disk", windows=stoker.Windows())
+    loader.load_state_dict(loader.state_dict((0, 100)))
+
+    with pytest.raises(stoker.errors.CorruptError, match="does not match its checksum"):
+        next(iter(loader))

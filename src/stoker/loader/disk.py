@@ -220,6 +220,7 @@ class PieceReader:
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._sizes = [output.example_bytes for output in outputs]
         self._runs = plan_runs(schema, outputs)
+        self._step_bytes = {run.field: schema[run.field].row_bytes for run in self._runs}
         runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
         self._blocks = {
             i: rows_per_block(schema[output.field])
@@ -232,8 +233,8 @@ class PieceReader:
         # What all threads have open together is a part of what the process may have open.
         self._at_once = max(1, most_open() // threads)
         self._native = native.library() is not None
-        self._only_records = len(self._whole) == len(outputs)
-        """True if nothing is left where all whole records were read together."""
+        self._kinds = len(self._whole) + len(self._runs)
+        """Reads for each example, but for those of chosen rows."""
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
         """Shards of which nothing is read on by the system."""
 
@@ -247,12 +248,16 @@ class PieceReader:
         """
         waited, begins = 0, np.flatnonzero(np.diff(wanted.shard[piece], prepend=-1))[:: self._at_once]
         for some in np.split(piece, begins[1:]):  # of few enough shards to have all of them open
-            done: dict[int, NDArray[np.bool_]] = {}
-            for i in self._whole if self._native and verify != "first" else ():
-                if i not in wanted.cuts:
-                    done[i], slow = self._read_together(cache, some, i, wanted, verify)
+            done: dict[int | StepRun, NDArray[np.bool_]] = {}
+            if self._native and verify != "first":
+                for i in self._whole:
+                    if i not in wanted.cuts:
+                        done[i], slow = self._read_together(cache, some, i, wanted, verify)
+                        waited += slow
+                for run in self._runs:
+                    done[run], slow = self._read_steps(cache, some, run, wanted, verify)
                     waited += slow
-            if self._only_records and len(done) == len(self._outputs) and all(map(np.all, done.values())):
+            if not self._blocks and len(done) == self._kinds and all(map(np.all, done.values())):
                 continue
             reads = self._reads(cache, some, wanted, done)
             later = [read for read in reads if not read.read(verify, wait=False)]
@@ -273,12 +278,9 @@ class PieceReader:
         Returns:
             Which are there and right, and how many were waited for. The others are to be read one by one.
         """
-        name, rows = self._outputs[i].field, wanted.row[piece].astype(np.int64)
-        numbers, own = np.unique(wanted.shard[piece], return_inverse=True)
-        shards = [cache.shard(number) for number in numbers.tolist()]
-        for shard in shards:
-            self._tell(shard)
-        reads = RecordReads(shards, own, rows, name)
+        shards, own, rows = self._open(cache, piece, wanted)
+        reads = RecordReads(shards, own, rows, self._outputs[i].field)
+        reads.look()
         if not reads.may.any():
             return reads.may, 0
         if (space := wanted.spaces[i]) is None:
@@ -289,6 +291,39 @@ class PieceReader:
             outs = np.frombuffer(space, np.uint8).ctypes.data + piece * self._sizes[i]
             reads.may &= reads.sizes == self._sizes[i]  # no byte goes beyond a record's room
         return reads.read(outs, check=verify != "off")
+
+    def _read_steps(
+        self, cache: Cache, piece: NDArray[np.int64], run: StepRun, wanted: ReadRequest, verify: Verify
+    ) -> tuple[NDArray[np.bool_], int]:
+        """Do the same with the steps that a run takes."""
+        shards, own, rows = self._open(cache, piece, wanted)
+        reads, size = RecordReads(shards, own, rows, run.field), self._step_bytes[run.field]
+        first = (wanted.starts[piece] + run.first) * size
+        low = reads.cut(first, first + (run.stop - run.first) * size, check=verify != "off")
+        reads.look()
+        if not reads.may.any():
+            return reads.may, 0
+        room = int(reads.sizes.max())
+        scratch = np.empty(len(piece) * room, np.uint8)
+        begins = scratch.ctypes.data + np.arange(len(piece)) * room
+        done, waited = reads.read(begins, check=verify != "off")
+        begins += first - low
+        for output, each, at, begin, count in run.targets:
+            space = wanted.spaces[output]
+            assert space is not None
+            targets = np.frombuffer(space, np.uint8).ctypes.data + piece * each + at
+            native.copy(begins[done] + begin, targets[done], count)
+        return done, waited
+
+    def _open(
+        self, cache: Cache, piece: NDArray[np.int64], wanted: ReadRequest
+    ) -> tuple[list[Shard], NDArray[np.intp], NDArray[np.int64]]:
+        """Return the shards of these examples, the place of each one's among them, and its row there."""
+        numbers, own = np.unique(wanted.shard[piece], return_inverse=True)
+        shards = [cache.shard(number) for number in numbers.tolist()]
+        for shard in shards:
+            self._tell(shard)
+        return shards, own, wanted.row[piece].astype(np.int64)
 
     def _tell(self, shard: Shard) -> None:
         """Have the system read nothing on of a shard whose records are large."""
@@ -302,7 +337,7 @@ class PieceReader:
         cache: Cache,
         piece: NDArray[np.int64],
         wanted: ReadRequest,
-        done: Mapping[int, NDArray[np.bool_]],
+        done: Mapping[int | StepRun, NDArray[np.bool_]],
     ) -> list[DiskRead]:
         """Return what reads the examples at these places, but for the outputs that are `done`."""
         shards = wanted.shard[piece].tolist()
@@ -325,7 +360,11 @@ class PieceReader:
                 if i not in open_rows or not open_rows[i].took(row, out):
                     open_rows[i] = RecordRead(shard, self._outputs[i].field, row, out)
                     found.append(open_rows[i])
-            found += [StepRead(shard, row, start, run, wanted.spaces, j) for run in self._runs]
+            found += [
+                StepRead(shard, row, start, run, wanted.spaces, j)
+                for run in self._runs
+                if run not in done or not done[run][k]
+            ]
             for i in self._blocks:
                 found += self._rows(shard, i, row, wanted, j)
         return found

@@ -40,6 +40,8 @@ def library() -> Any:
         return None
     found.stoker_gather.argtypes = (_pointer, _number, _size, _pointer, _size, _size, _pointer)
     found.stoker_gather.restype = _number
+    found.stoker_copy.argtypes = (_size, _pointer, _pointer, _size)
+    found.stoker_copy.restype = None
     found.stoker_scale.argtypes = (
         *(_pointer, _number, _size, _pointer, _size, _size),
         *(_pointer, _pointer, _size, _size, _pointer),
@@ -149,6 +151,12 @@ def announce(records: Extents) -> None:
     """Have the system begin to load these bytes."""
     fds, offsets, sizes = records[:3]
     library().stoker_announce(len(fds), fds.ctypes.data, offsets.ctypes.data, sizes.ctypes.data)
+
+
+def copy(origins: NDArray[np.int64], targets: NDArray[np.int64], size: int) -> None:
+    """Copy `size` bytes from each of the first addresses to that of the second; nothing is checked here."""
+    origins, targets = np.ascontiguousarray(origins), np.ascontiguousarray(targets)
+    library().stoker_copy(len(origins), origins.ctypes.data, targets.ctypes.data, size)
 
 
 def read_records(records: Extents, block_bytes: int, *, check: bool, flags: int = 0) -> NDArray[np.uint8]:

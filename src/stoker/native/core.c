@@ -48,6 +48,10 @@ PUBLIC int64_t stoker_gather(
   return -1;
 }
 
+PUBLIC void stoker_copy(size_t count, const char *const *from, char *const *to, size_t size) {
+  for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], size);
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Rows of bytes as float32, times a scale, plus a shift: each product is rounded before the sum, as in torch.
 
