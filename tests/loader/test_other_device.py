@@ -15,7 +15,7 @@ import torch
 import stoker
 from stoker.loader import placement
 from tests.kit.fake_device import FakeTensor, fake_device
-from tests.loader.ways import DRAWN, WAYS, loader_of, mixture_of, tensors_of, write_caches
+from tests.loader.ways import DRAWN, SOME_WAITS, WAYS, loader_of, mixture_of, tensors_of, write_caches
 
 WAITS_FOR_A_STRIP: dict[str, tuple[int, str]] = {}
 
@@ -48,10 +48,6 @@ def filled(loader: Any) -> None:
     loader.set_epoch(0)
 
 
-SOME_WAITS = {"random rows", "even rows", "rows by weight", "joined caches, choices"} | {
-    f"rows that are {how}" for how in ("normalized", "quantized")
-}
-"""Ways that draw different rows of a record at random, which the device is asked about until all differ."""
 A_CHUNK_WAITS = ("bags", "ragged", "quantized", "shaped", "joined")
 """Caches with fields of varying length: the host has to know which records come, once for many batches."""
 

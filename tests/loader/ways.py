@@ -129,6 +129,11 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """The same with normal numbers, whose last bits differ between devices."""
 
+SOME_WAITS = {"random rows", "even rows", "rows by weight", "joined caches, choices"} | {
+    f"rows that are {how}" for how in ("normalized", "quantized")
+}
+"""Ways that draw different rows of a record at random, which the device is asked about until all differ."""
+
 
 def loader_of(caches: Mapping[str, Any], way: str, **settings: Any) -> Loader:
     """Return a loader for one of the ways."""
