@@ -61,7 +61,7 @@ def table(rows: list[Row]) -> str:
 
 def tables(head: Row, served: list[Row], probed: list[Row]) -> str:
     """All tables, one for each part."""
-    text = [f"# A session on {head.get('gpu')}, {head.get('when')}, commit {head.get('commit')}"]
+    text = [f"# A session on {head.get('gpu') or 'a CPU'}, {head.get('when')}, commit {head.get('commit')}"]
     for source, rows in (("gpu_serve.py", served), ("gpu_probe.py", probed)):
         for part in dict.fromkeys(row["part"] for row in rows):
             own = [row for row in rows if row["part"] == part]
@@ -82,7 +82,7 @@ def goals(served: list[Row], probed: list[Row]) -> Iterable[str]:
     large = [row for row in of("gather") if row.get("batch_MiB", 0) >= 64]
     small = [row for row in of("gather") if row.get("batch_MiB", 0) < 1]
     fed = [row for row in of("train") if str(row.get("feed", "")).startswith("stoker, device")]
-    serving = [row for row in probed if row["part"] == "serving"]
+    serving = [row for row in probed if row["part"] == "serving" and "waits_for_the_device" in row]
     for what, goal, found in (
         ("device tier from 64 MiB a batch, of a copy", "0.85", best(large, "of_copy")),
         ("host time of a small batch, us", "10", best(small, "host_us", min)),
