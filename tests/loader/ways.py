@@ -95,6 +95,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed": ("ragged", {"ragged": "pack"}),
     "quantized": ("quantized", {"dtype": "float16"}),
     "weights": ("timed", {"weights": range(1, COUNT + 1)}),
+    "weights, no record twice": (
+        "bags", {"weights": stoker.Weights(range(1, COUNT + 1), replacement=False, samples=30)},
+    ),
+    "the second of two ranks": ("ragged", {"rank": 1, "world_size": 2, "ragged": "pad"}),
+    "tokens of the second rank": ("tokens", {"rank": 1, "world_size": 2, "batch_tokens": 64}),
     "blocks": ("timed", {"windows": LATENT, "shuffle": "block(3,12)"}),
     "buckets": ("ragged", {"shuffle": "bucket(2)"}),
     "random rows": ("bags", {"choose": {("features", "places"): Rows(5), "large": Rows(70)}}),
