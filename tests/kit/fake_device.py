@@ -51,6 +51,16 @@ class FakeTensor(Tensor):
         made.thread = threading.get_ident()
         return made
 
+    def tolist(self) -> Any:
+        _waits.note("tolist")
+        return self.values.tolist()
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
     def record_stream(self, _: Any) -> None:
         _recorded.add(self.values.untyped_storage().data_ptr())
 

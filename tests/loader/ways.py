@@ -11,7 +11,7 @@ import torch
 
 import stoker
 from stoker.loader import Loader, Mixture, Normalization, OneOf, Pad, Rows, Span, Windows
-from stoker.transforms import Crop, DrawLatent, DropCondition, Flip, Noise, Normalize, Roll
+from stoker.transforms import Crop, DrawLatent, DropCondition, Flip, Noise, Normalize, Roll, Take, Views
 from tests.loader.caches import folded, trajectories, write_cache
 
 COUNT = 48
@@ -79,6 +79,7 @@ LATENT = Windows(field="latent", horizon=2)
 HALF = Normalization(mean=0.5, std=0.5)
 SPREAD = DrawLatent(mean="image", std="spread")
 CUT = [Crop((8, 8), axes=(-2, -1)), Flip(axis=-1)]
+SHIFTED = [Crop((8, 8), axes=(-2, -1), padding=2, border="reflect"), Flip(axis=-2), Roll(axes=(-1,))]
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "records": ("moments", {}),
     "windows": ("timed", {"windows": LATENT}),
@@ -119,6 +120,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "a budget of tokens": ("tokens", {"batch_tokens": 64}),
     "joined caches": ("joined", {}),
     "joined caches, choices": ("joined", {"choose": {"text": Rows(2)}, "ragged": "pad"}),
+    "two views": ("images", {"transforms": Views(transforms=CUT, count=2)}),
+    "shifted and padded": ("images", {"transforms": SHIFTED}),
+    "a piece": ("images", {"transforms": Take({-1: slice(0, 12, 3)})}),
     "dropped conditions": ("moments", {"transforms": DropCondition("label", p=0.5, null=1000)}),
     "dropped tokens": ("tokens", {"batch_tokens": 64, "transforms": DropCondition("ids", p=0.5, null=0)}),
     "dropped captions": (
