@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 import stoker
-from stoker.loader import Loader, Normalization, Windows
+from stoker.loader import Loader, Normalization, OneOf, Rows, Span, Windows
 from stoker.loader.gather import ConvertingGather
 from stoker.loader.order import permutation_on
 from stoker.loader.outputs import Conversion, find_conversion
 from stoker.precompute.encode import BatchEncoder
 from stoker.schema import Field
 from stoker.train.loop import FiniteGuard
-from stoker.transforms import Crop, Flip, Noise
-from tests.loader.caches import trajectories, write_cache
+from stoker.transforms import Crop, DrawLatent, DropCondition, Flip, Noise
+from tests.loader.caches import folded, trajectories, write_cache
 
 LIMIT_S = 145.0
 """Seconds that one part may take."""
@@ -156,13 +156,24 @@ def _loaders(probe: Probe) -> dict[str, Callable[[], Loader]]:
     image = write_cache(folder, {"image": pixels}, name="i")
     ragged = write_cache(folder, {"u": [torch.randn(5 + n % 7, 8) for n in range(count)]}, name="r")
     packed = write_cache(folder, {"z": torch.randn(count, 16, 256)}, name="p", dtype="int8")
+    bags = {
+        "features": [torch.randn(5 + 37 * n % 200, 16) for n in range(count)],
+        "label": torch.arange(count),
+    }
+    bag = write_cache(folder, bags, name="b")
+    views = write_cache(
+        folder, {"view": torch.randn(count, 4, 16, 16), "std": torch.rand(count, 4, 16, 16)}, name="v"
+    )
+    sizes = [torch.randn(4, *((8, 16), (16, 8), (12, 12))[n % 3]) for n in range(count)]
+    shaped = write_cache(folder, folded("image", sizes, 3), name="s", axes={"image": ("4", "*", "*")})
+    joined = stoker.zip(view=views, bag=bag, on="index")
+    draw = DrawLatent(mean="view", std="std")
     windows, normalize = Windows(field="latent"), {"image": IMAGE}
     cut, noise = [Crop((32, 32), axes=(-2, -1)), Flip(axis=-1)], [Noise(std=0.1)]
 
     def made(cache: Any, tier: str = "device", **settings: Any) -> Callable[[], Loader]:
-        return lambda: Loader(
-            cache, 64 if probe.cuda else 16, tier=tier, device=probe.device, **{"shuffle": True, **settings}
-        )
+        size = {} if "batch_tokens" in settings else {"batch_size": 64 if probe.cuda else 16}
+        return lambda: Loader(cache, tier=tier, device=probe.device, **{"shuffle": True, **size, **settings})
 
     return {
         "windows": made(timed, windows=windows),
@@ -174,6 +185,16 @@ def _loaders(probe: Probe) -> dict[str, Callable[[], Loader]]:
         "packed": made(packed),
         "ragged, lists": made(ragged),
         "ragged, padded": made(ragged, ragged="pad"),
+        "8 random rows of bags": made(bag, choose={"features": Rows(8)}),
+        "128 random rows of bags": made(bag, choose={"features": Rows(128)}),
+        "crops of bags": made(bag, choose={"features": Span(32)}),
+        "one of four views": made(views, choose={"view": OneOf("rotate"), "std": OneOf("rotate")}),
+        "latents from moments": made(views, transforms=draw),
+        "dropped conditions": made(bag, ragged="pad", transforms=DropCondition("label", p=0.1, null=0)),
+        "batches of one shape": made(shaped, batch_by="shape"),
+        "a budget of tokens": made(bag, batch_tokens=4096),
+        "joined caches": made(joined, ragged="pad"),
+        "host tier, bags": made(bag, "host"),
         "host tier": made(timed, "host", windows=windows),
         "host tier, Noise": made(timed, "host", windows=windows, transforms=noise),
         "disk tier": made(image, "disk", normalize=normalize),

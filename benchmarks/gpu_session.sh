@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a GPU is needed for, within ten minutes, the most telling first: ./run gpu [OUT]
+# Everything that a GPU is needed for, within ten minutes, the most telling first: ./run gpu [--device cpu] [OUT]
 #
 # What it answers, with the step that does:
 #   kernel, serving    whether the fused kernel gives the bits of plain torch; host time and launches of a batch
@@ -10,19 +10,32 @@
 #                      (goals: stall below 1 % at steps of 1 ms; promised before: 85-95 % utilization, 5-20x faster)
 #   b_encode           samples/s of precompute by encode batch size, against the model alone and a one-by-one loop
 #   b_load, b_host     filling VRAM, and the host tier, against the page-locked copy rate (goal: 0.9)
+#   t_ways             whether each way to serve (choices, batches of one shape or of a budget of tokens, joined caches, a
+#                      cache that is being filled) gives the bits of the CPU, without a wait for the device
+#   t_encoders         whether encoders give the records of the CPU within rounding
 #   claims, select     what only a GPU can show: out of memory, CUDA graphs, memory that is given back
 #
 # Installs nothing. Needs a CUDA build of torch >= 2.8, Triton, gcc, pytest, pytest-timeout, h5py, safetensors,
 # xxhash, psutil, nvidia-ml-py, cloudpickle and matplotlib, and 16 GB of disk. Leaves the GPU's settings alone.
 # Writes to OUT (gpu-session), after each step: summary.txt, a line for each step; facts.jsonl, all figures;
-# logs.tar.gz. Exits 1 where a step failed or plain torch did a kernel's work, 2 where there is no GPU.
+# gpu_serve.jsonl and gpu_probe.jsonl, the same as files for benchmarks/results; tables.md; logs.tar.gz. The last lines
+# of summary.txt say what was reached, and which steps failed. Exits 1 where a step failed or plain torch did a kernel's
+# work, 2 where there is no GPU. With --device cpu all programs run, on little data, which shows that they work.
 #   PYTHON=...             the interpreter
 #   STOKER_GPU_SECONDS=570 all that it may take
 set -u
-cd "$(dirname "$(readlink -f "$0")")/.."
+cd "$(dirname "$(readlink -f "$0")")/.." || exit
 python=${PYTHON:-python3}
 export PYTHONPATH="src:.:benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONFAULTHANDLER=1
-if ! timeout 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+device=cuda
+small=()
+if [ "${1:-}" = --device ]; then
+  device=${2:-}
+  shift 2
+  [ "$device" = cuda ] || small=(--quick)
+fi
+case "$device" in cpu|cuda) ;; *) echo "gpu session: --device is '$device', expected cuda or cpu" >&2; exit 2 ;; esac
+if [ "$device" = cuda ] && ! timeout 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   echo "gpu session: $python sees no GPU. It needs a CUDA build of torch and an NVIDIA driver (nvidia-smi)" >&2
   exit 2
 fi
@@ -37,6 +50,7 @@ export TRITON_CACHE_DIR=$work/triton TMPDIR=$work/tmp
 end=$(( SECONDS + ${STOKER_GPU_SECONDS:-570} ))
 
 save() {
+  timeout 30 "$python" benchmarks/gpu_tables.py "$logs" "$out" >"$work/reached" 2>"$logs/tables.log"
   cat "$logs"/*.jsonl >"$out/facts.jsonl" 2>/dev/null
   tar -C "$logs" -czf "$out/logs.tar.gz" . 2>/dev/null
 }
@@ -56,9 +70,10 @@ step() {
   [ "$most" -le "$left" ] || { most=$left; cut=1; }
   timeout -k 5 "$most" "$@" >"$logs/$name.log" 2>&1
   rc=$?
+  if [ "$rc" = 5 ] && [ "$device" = cpu ]; then rc=0; fi  # no test was left to run
   grep -h '^{' "$logs/$name.log" >"$logs/$name.jsonl"
   say "$(printf '%-11s rc=%-3s %4ss  %s' "$name" "$rc" $(( SECONDS - begin )) \
-    "$(grep -E '(passed|failed|error).* in [0-9]|Error: ' "$logs/$name.log" | tail -1 | cut -c1-150)")"
+    "$(grep -E '(passed|failed|skipped|error).* in [0-9]|Error: ' "$logs/$name.log" | tail -1 | cut -c1-150)")"
   grep -hE '^(FAILED|ERROR) |plain torch' "$logs/$name.log" | cut -c1-220 | tee -a "$out/summary.txt"
   if grep -q 'plain torch' "$logs/$name.log"; then echo "plain torch" >"$logs/$name.failed"; fi
   if [ "$rc" -ne 0 ] && ! { [ "${figures:-0}$cut" = 11 ] && [ "$rc" = 124 ]; }; then echo "$rc" >"$logs/$name.failed"; fi
@@ -70,6 +85,7 @@ figures() { local figures=1; step "$@"; }
 
 tests=("$python" -m pytest -p no:xdist -p no:cacheprovider -o filterwarnings=default --timeout=100 -q -ra --durations=5)
 probing=("$python" benchmarks/gpu_probe.py)
+[ "$device" = cuda ] || probing+=(--device "$device")
 
 step env 25 "${probing[@]}" env
 # 1. Whether the kernel compiles and gives the bits of its twin; what a batch costs the host, in launches and waits.
@@ -81,23 +97,32 @@ step serving 150 "${probing[@]}" serving
 ( step t_transform 150 "${tests[@]}" tests/gpu/test_transforms.py ) &
 ( step t_cuda 150 "${tests[@]}" tests/gpu/test_cuda.py -k "not under_pressure" ) &
 wait
+( step t_ways 200 "${tests[@]}" tests/gpu/test_ways.py ) &
+( step t_encoders 200 "${tests[@]}" tests/gpu/test_encoders.py ) &
+wait
 step t_pressure 60 "${tests[@]}" tests/gpu/test_cuda.py -k under_pressure
 # 3. What can be shown on a GPU alone and is no test yet.
 step claims 120 "${probing[@]}" encoder_there static_transforms out_of_memory again order capture other_gpus
 figures select 60 "${probing[@]}" select host
 # 4. Figures for docs/project/benchmarks.md, in the order of their worth.
 for part in gather load host train encode; do
-  figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part"
+  figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part" --device "$device" ${small[@]+"${small[@]}"}
 done
 # 5. Where a test failed: the line that did it. Then memory errors of the kernel.
 if grep -q '^FAILED' "$out/summary.txt"; then
   CUDA_LAUNCH_BLOCKING=1 figures blocking 120 "${tests[@]}" tests/gpu -k "not under_pressure"
 fi
-if command -v compute-sanitizer >/dev/null; then
+if [ "$device" = cuda ] && command -v compute-sanitizer >/dev/null; then
   step sanitizer 100 compute-sanitizer --error-exitcode 9 "${tests[@]}" tests/gpu/test_transforms.py -k images_cut
 fi
 
-failed=$(cd "$logs" && ls -- *.failed 2>/dev/null | sed 's/\.failed$//' | tr '\n' ' ')
+save
+cat "$work/reached" >>"$out/summary.txt"
+cat "$work/reached"
+failed=""
+for one in "$logs"/*.failed; do
+  [ -e "$one" ] && failed="$failed$(basename "$one" .failed) "
+done
 if [ -n "$failed" ]; then
   say "failed: $failed"
   exit 1

@@ -185,12 +185,44 @@ def test_a_gpu_session_saves_its_results_and_fails_where_a_step_did(
     assert done.returncode == ends_with, done.stdout + done.stderr
     summary = (tmp_path / "out" / "summary.txt").read_text()
     steps = [line.split()[0] for line in summary.splitlines() if " rc=" in line]
-    assert {"env", "kernel", "t_tier", "t_cuda", "t_pressure", "claims", "b_gather", "b_train"} <= set(steps)
+    assert {"env", "kernel", "t_tier", "t_cuda", "t_ways", "t_encoders", "t_pressure", "claims"} <= set(steps)
+    assert {"b_gather", "b_train"} <= set(steps)
+    assert summary.splitlines()[-1].startswith("failed: " if ends_with else "all steps passed")
     assert ("plain torch" in summary) == ("plain torch" in said)
     facts = (tmp_path / "out" / "facts.jsonl").read_text().splitlines()
     assert len(facts) >= len(steps) - 1
     assert (tmp_path / "out" / "logs.tar.gz").stat().st_size
     assert not list(tmp_path.glob("stoker-gpu-session-*"))
+
+
+def test_a_session_on_a_gpu_gives_tables_and_says_what_was_reached(tmp_path: Path) -> None:
+    """Also of steps that were cut off in the middle of a line."""
+    head = {"benchmark": "gpu_serve", "commit": "abc", "when": "2026-11-29", "gpu": "a GPU"}
+    gathered = {"part": "gather", "workload": "W3", "batch_MiB": 147.0, "of_copy": 0.67}
+    served = {"part": "serving", "ok": True, "way": "crops", "waits_for_the_device": 0.25}
+    wrong = {"part": "kernel", "ok": False, "side": 225}
+    (tmp_path / "b_gather.jsonl").write_text("\n".join(map(json.dumps, [head, gathered])) + '\n{"part": "ga')
+    (tmp_path / "serving.jsonl").write_text("\n".join(map(json.dumps, [served, wrong])))
+
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_tables.py", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    results = [json.loads(line) for line in (tmp_path / "gpu_serve.jsonl").read_text().splitlines()]
+    assert results == [head, gathered]
+    probed = [json.loads(line) for line in (tmp_path / "gpu_probe.jsonl").read_text().splitlines()]
+    assert probed == [{**head, "benchmark": "gpu_probe"}, served, wrong]
+    tables = (tmp_path / "tables.md").read_text()
+    assert "a GPU" in tables
+    assert "| W3 | 147.0 | 0.67 |" in tables
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("not ok: kernel")
+    assert any("0.67 (goal 0.85)" in line for line in others)
+    assert any("crops 0.25" in line for line in others)
 
 
 def test_the_packing_benchmark_compares_with_first_fit(tmp_path: Path) -> None:

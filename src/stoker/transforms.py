@@ -775,7 +775,7 @@ class Decode(FieldTransform):
             for place, pixels in enumerate(ticket.result(TIMEOUT_S, "decoding the images of a batch")):
                 images[part + place * self._threads] = torch.from_numpy(pixels)
         made = RecordBatch(batch)
-        made[self._field] = images.to(keys.device)
+        made[self._field] = to_device(images, keys.device)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -826,7 +826,7 @@ class CropImages(FieldTransform):
         """Return the batch with its images cropped."""
         images = _images_of(batch, "image", 2)
         shapes = batch["image_shape"].to(torch.int64)
-        room = shapes - to_device(torch.tensor(self.size), shapes.device)
+        room = shapes - to_device(torch.tensor(self.size, device="cpu"), shapes.device)
         place = (
             uniform(keys, 2).to(torch.float64)
             if self.random
@@ -854,7 +854,8 @@ class CropImages(FieldTransform):
         height, width = self.size
         shift = corners.flip(1).to(torch.float32)  # x, y
         if "boxes" in batch:
-            limit = to_device(torch.tensor((width, height, width, height)), shift.device)
+            edges = torch.tensor((width, height, width, height), device="cpu")
+            limit = to_device(edges, shift.device)
             shifted = _shifted(batch["boxes"], shift.repeat(1, 2))
             moved = _like(shifted, [boxes.clamp(min=0).minimum(limit) for boxes in _rows(shifted)])
             keep = [(b[..., 2] > b[..., 0]) & (b[..., 3] > b[..., 1]) for b in _rows(moved)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stoker
+from stoker.encoders import language
 from stoker.encoders.protocol import TOKEN_LENGTHS, EncodeBatchSize
 from stoker.errors import EncoderError
 from stoker.precompute.engine import run_precompute
@@ -444,6 +446,24 @@ def test_a_sample_without_tokens_has_no_states_and_no_pooled_output(folders: dic
     assert text["hidden"].shape == (1, 0, 16)
     assert text["pooled"].isnan().all()
     assert {name: value.shape[:2] for name, value in top.items()} == dict.fromkeys(top, (1, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_is_tried_with_its_own_tokens_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
+    """Rounded to a narrow dtype, the last token is none. On a GPU that costs the device."""
+    seen: list[torch.Tensor] = []
+
+    def model(input_ids: torch.Tensor, **_: Any) -> Any:
+        seen.append(input_ids)
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 2))
+
+    torch.set_default_dtype(dtype)
+    try:
+        language._is_causal(model, 50_257, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert int(seen[0].max()) == 50_256
 
 
 def test_padding_before_the_tokens_of_a_causal_model_is_refused(folders: dict[str, Path]) -> None:

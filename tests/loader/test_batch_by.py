@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import stoker
 from stoker.errors import ConfigError, StaleStateError
 from stoker.loader import Loader, Mixture, Pad, Windows
+from stoker.loader.assembly import on_host
 from stoker.loader.batching import BatchPlan, GroupPlanner
 from stoker.store import Cache
 from tests.loader.caches import folded, write_cache
@@ -388,3 +389,28 @@ def test_latents_of_a_module_take_the_place_of_images(tmp_path: Path) -> None:
         for latents, own in loader:
             wanted = torch.stack([net(image(n)[None])[0] for n in own.tolist()])
             assert torch.allclose(latents, wanted, atol=1e-6)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU, and counts what its host waits for."""
+
+    waits = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        Elsewhere.waits += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_the_host_waits_once_for_the_sizes_of_many_batches() -> None:
+    sizes = [torch.tensor([[n, n + 1], [n, n + 2]]) for n in range(20)]
+    column = iter([one.as_subclass(Elsewhere) for one in sizes])
+
+    found = [*on_host(column)]
+
+    assert Elsewhere.waits == 1
+    assert all(type(one) is torch.Tensor for one in found)
+    assert all(torch.equal(a, b) for a, b in zip(found, sizes, strict=True))

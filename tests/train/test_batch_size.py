@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import stoker
 from stoker.errors import ConfigError, ResourceError
+from stoker.train import batch_size
 from stoker.train.batch_size import out_of_memory
 
 
@@ -216,3 +219,16 @@ def test_compiling_is_off_in_a_block_or_for_good() -> None:
     off.restore()
     torch.compile(lambda x: x * 4, backend=backend)(torch.ones(2))
     assert len(compiled) == 2
+
+
+def test_an_error_of_a_gpu_is_waited_for_on_the_gpu_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the current one: it would be taken for one of the next size."""
+    waited: list[torch.device | None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    other = SimpleNamespace(device=torch.device("cuda:1"))
+    placed: Any = SimpleNamespace(parameters=lambda: iter([other]))
+
+    assert batch_size._try(placed, lambda count: None, lambda model, batch: None, 3, steps=1)
+
+    assert waited == [torch.device("cuda:1")]

@@ -651,7 +651,8 @@ class TopK(LanguageEncoder):
         tokens = self._tokens(batch)
         count, length = tokens.ids.shape
         if not length:
-            logits = torch.zeros((count, 0, self._sizes.vocabulary), device=tokens.ids.device)
+            size = (count, 0, self._sizes.vocabulary)
+            logits = torch.zeros(size, dtype=torch.float32, device=tokens.ids.device)
         else:
             with self._exact():
                 logits = cast("Tensor", self._run(tokens).logits)
@@ -786,7 +787,8 @@ def _is_causal(model: Any, vocabulary: int, device: torch.device) -> bool:
     Configurations do not say it: CLIP is causal, and BERT may be either. Several tokens are tried, since some
     may share one embedding.
     """
-    others = torch.linspace(1, vocabulary - 1, _TRIED, device=device).long()
+    # A narrow default dtype would round the last one to a number that is no token.
+    others = torch.linspace(1, vocabulary - 1, _TRIED, dtype=torch.float64, device=device).long()
     output = model(
         input_ids=torch.stack([torch.zeros_like(others), others], 1), attention_mask=None, return_dict=True
     )

@@ -294,6 +294,10 @@ class BatchAssembly:
         self._unpack = make_decoder(gathered, options.batch_size, static=static)
         self._short = [output.field for output in outputs if output.taken is Taken.LENGTHS]
         """Fields of which a record may have fewer rows than are chosen."""
+        reads_sizes = join is not None and windows is None and not static
+        self._sizes = [i for i, o in enumerate(outputs) if reads_sizes and o.role is Role.SIZES]
+        self.host_sizes = tuple(outputs[place].field for place in self._sizes)
+        """Fields of sizes, which the host takes to give records their axes."""
         self._computed: _ComputedWindows | None = None
         several = windows is not None and isinstance(windows.field, tuple)
         if windows is not None and (several or any(output.compute is not None for output in outputs)):
@@ -317,6 +321,8 @@ class BatchAssembly:
         """
         if self._unpack is not None:
             columns = self._unpack(columns)
+        for place in self._sizes:
+            columns[place] = on_host(columns[place])
         if self._computed is not None:
             return self._computed.batches(columns, positions, examples, epoch, size)
         if self._has_states:
@@ -338,6 +344,18 @@ class BatchAssembly:
                 behind = torch.arange(count, device=values.device) >= lengths[:, None]
                 values.masked_fill_(behind.view(*behind.shape, *[1] * (values.dim() - 2)), 0)
         return batch
+
+
+def on_host(column: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return the small tensors of consecutive batches in host memory.
+
+    All are copied at once, so that the host waits for a device once, and not at each batch.
+    """
+    values = [*column]
+    if not values or values[0].device.type == "cpu":
+        return values
+    whole: Any = torch.cat(values).cpu()
+    return whole.split([len(value) for value in values])
 
 
 def _records(
@@ -643,8 +661,10 @@ class Joiner:
                 joined = self.pad is not None or self.pack
                 if output.role is Role.SIZES and name.removesuffix(SHAPE_SUFFIX) in self.stacked:
                     joined = False
-                if output.role is not Role.SIZES or joined:
+                if output.role is not Role.SIZES:
                     made[name] = value
+                elif joined:  # they are on the host
+                    made[name] = to_device(value, batch["index"].device)
                 continue
             field, tensors = self.schema[output.field], cast("list[Tensor]", value)
             if output.field in self.stacked:

@@ -242,7 +242,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
 def to_device(values: Any, device: torch.device) -> Tensor:
     """Return the numbers as a tensor on `device`; page-locked first, so that nothing waits for a busy GPU."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type != "cpu" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

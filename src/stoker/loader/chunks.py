@@ -93,6 +93,13 @@ class BatchRun:
         return after
 
 
+class HostPlaces(NamedTuple):
+    """Where examples are, in host memory."""
+
+    records: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
 @dataclass(slots=True, kw_only=True)
 class Chunk:
     """The examples of a span, located. Arrays are numpy, or torch on the device that the order is made on."""
@@ -110,6 +117,8 @@ class Chunk:
     """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
     memory: Callable[[], Memory | None] | None
     """Gives the memory that `rows` are of while it is there; another one may serve by now."""
+    on_host: HostPlaces | None = None
+    """Records and starts in host memory, if the order was made there; None: a device made it."""
     source: tuple[Cache, RecordTable] | None = None
     """What `records` are places in, while the cache is being filled; None: the loader's own."""
     draw: Draw | None = None
@@ -154,6 +163,10 @@ class Locator:
     sizes: Mapping[str, Any] = dataclass_field(default_factory=dict[str, Any])
     """By group of `choices` the rows of each record: `(records,)` on the device."""
 
+    shapes: Mapping[str, NDArray[np.int64]] = dataclass_field(default_factory=dict[str, Any])
+    """For a GPU: by field of sizes those of each record, `(records, axes)`, in host memory, where records are
+    given their axes. Empty on a CPU, where such a field is gathered as others are."""
+
     def extent(self, name: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first row in the record, and the number of rows, that examples take of a field."""
         own = to_host(records)
@@ -180,16 +193,26 @@ class Locator:
             index = both
         return records, starts, index
 
-    def rows(self, memory: Memory, records: Any, starts: Any) -> dict[str, Any]:
-        """Return the rows of examples in `memory`, per kind of index; ragged whole records stay numpy."""
+    def rows(
+        self, memory: Memory, records: Any, starts: Any, on_host: HostPlaces | None = None
+    ) -> dict[str, Any]:
+        """Return the rows of examples in `memory`, per kind of index; ragged whole records stay numpy.
+
+        Args:
+            on_host: Records and starts in host memory; None: a device is waited for where they are needed.
+        """
+        if on_host is None and self.ragged:
+            on_host = HostPlaces(to_host(records), to_host(starts) if self.cuts is not None else starts)
         own = memory.rows[records]
         rows: dict[str, Any] = {RECORD: _tensor(own)}
+        if on_host is not None:
+            rows |= {f"shapes:{name}": shapes[on_host.records] for name, shapes in self.shapes.items()}
         for name, length in self.step_lengths.items():
             rows[name] = _tensor(own * length + starts)
         for name, table in memory.steps.items():
-            if name in self.ragged:
-                first, rows[f"lengths:{name}"] = self.extent(name, records, starts)
-                rows[f"starts:{name}"] = to_host(table[records]) + first
+            if name in self.ragged and on_host is not None:
+                first, rows[f"lengths:{name}"] = self.extent(name, *on_host)
+                rows[f"starts:{name}"] = memory.host_steps[name][on_host.records] + first
             else:
                 rows[f"steps:{name}"] = _tensor(table[records] + starts)
         return rows
@@ -247,6 +270,8 @@ class Chunks:
         self._share = share
         self._locator = locator
         self._device = device
+        self._order_device = None if order.sorted_on_host else device
+        """Where orders are made; None: on the host, which then knows the rows of each example too."""
         self._serving = serving
         self._orders: dict[int, Ids] = {}
         self._lock = threading.Lock()
@@ -336,10 +361,14 @@ class Chunks:
         """Return the chunks of consecutive spans, all arrays in one go."""
         orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
         parts = [self._examples(orders[span.epoch], span) for span in spans]
-        examples = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        examples, on_host = parts[0] if len(parts) == 1 else np.concatenate(parts), None
+        if self._order_device is None and self._device.type != "cpu":  # its rows are found without a wait
+            known = self._locator.examples
+            on_host = HostPlaces(*known.locate(examples, known.first))
+            examples = to_device(examples, self._device)
         records, starts, index = self._locator.locate(examples)
         memory = self._serving()
-        rows = None if memory is None else self._locator.rows(memory, records, starts)
+        rows = None if memory is None else self._locator.rows(memory, records, starts, on_host)
         chunks: list[Chunk] = []
         end = 0
         for span in spans:
@@ -353,6 +382,7 @@ class Chunks:
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
                     memory=None if memory is None else weakref.ref(memory),
+                    on_host=None if on_host is None else HostPlaces(*(part[own] for part in on_host)),
                     draw=self._locator.draw(span.epoch, examples[own], records[own]),
                 )
             )
@@ -375,7 +405,7 @@ class Chunks:
         with self._lock:
             missing = [epoch for epoch in epochs if epoch not in self._orders]
             if missing:
-                made = self._order.epochs(missing, self._device)
+                made = self._order.epochs(missing, self._order_device)
                 # What is asked for and what is being served; more would only hold memory.
                 keep = {*list(self._orders)[-1:], *epochs}
                 self._orders = {e: ids for e, ids in self._orders.items() if e in keep}

@@ -27,7 +27,7 @@ from torch import Tensor
 from stoker import native
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
 from stoker.loader.choose import ChosenRows, Taken
-from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, Locator, chosen_in, to_host
+from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, HostPlaces, Locator, chosen_in, to_host
 from stoker.loader.gather import (
     STRIP_BATCHES,
     ChosenGather,
@@ -688,6 +688,8 @@ class StagedGroup:
     records: Any
     """Per example a record that is near: its own, or a stand-in. On the device; None: nothing is near."""
     starts: Any
+    on_host: HostPlaces
+    """The same in host memory."""
     far: Tensor | None
     """Which examples were not near, on the device; None: all were."""
     far_places: list[int]
@@ -818,6 +820,7 @@ class PartialBatches:
                 chosen=self._chosen(draw) if some and draw is not None else {},
                 records=self._located(records) if some else None,
                 starts=self._located(starts) if some else None,
+                on_host=HostPlaces(records, starts),
                 far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
                 far_places=where.tolist(),
                 values=[self._over(value) for value in values],
@@ -865,10 +868,10 @@ class PartialBatches:
 
     def _over(self, value: Any) -> Any:
         """Return the same on the device; page-locked first, so that the copy runs without the caller."""
-        if isinstance(value, list):
-            return [self._over(one) for one in cast("list[Tensor]", value)]
         if not self._cuda:
             return value
+        if isinstance(value, list):  # one copy for all records of varying length
+            return over_together(cast("list[Tensor]", value), self._over)
         pinned = value if value.is_pinned() else value.pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
@@ -903,7 +906,7 @@ class PartialBatches:
         ]
 
     def _joined(self, group: StagedGroup, near: Memory, values: list[Any]) -> list[Any]:
-        rows = self._locator.rows(near, group.records, group.starts)
+        rows = self._locator.rows(near, group.records, group.starts, group.on_host)
         if group.chosen:
             rows |= chosen_in(near, self._outputs, group.records, group.chosen)
         made: list[Any] = []
@@ -933,6 +936,13 @@ class PartialBatches:
         self._views.forget(near)
         for disk in (self._disk, self._disk_whole):  # both are used by the thread alone
             self._pool.submit(partial(disk.forget, host))
+
+
+def over_together(values: list[Tensor], over: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return tensors that differ in length as parts of what `over` makes of all of them in one piece."""
+    if not values:
+        return []
+    return [*cast("Any", over(torch.cat(values))).split([len(value) for value in values])]
 
 
 def _whole_records(outputs: tuple[OutputSpec, ...], schema: Schema) -> tuple[OutputSpec, ...]:

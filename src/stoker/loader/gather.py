@@ -608,7 +608,8 @@ class MemoryBatches:
 
         Args:
             rows: Per index kind the rows of consecutive batches, one after another; for ragged outputs
-                `starts:<field>` and `lengths:<field>`, numpy.
+                `starts:<field>` and `lengths:<field>`, numpy. A field of sizes that stays on the host is
+                `shapes:<field>`, numpy.
             index: What the batches hand out as `index`, as long.
             batch: Examples per batch.
             views: By output, of all examples, how they are cropped and mirrored on the way.
@@ -620,6 +621,9 @@ class MemoryBatches:
                 starts, lengths = (rows[f"{kind}:{output.field}"] for kind in ("starts", "lengths"))
                 bounds = range(batch, len(starts), batch)
                 columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
+                continue
+            if (shapes := rows.get(f"shapes:{output.field}")) is not None:
+                columns.append(_cut(torch.from_numpy(shapes), batch))
                 continue
             moved = views.get(output.name, ())
             if count > 1 and not moved:

@@ -38,7 +38,7 @@ from stoker.loader.prefetch import (
     make_block_prefetcher,
     make_wait_clock,
 )
-from stoker.loader.records import drop_quarantined
+from stoker.loader.records import column_of, drop_quarantined
 from stoker.loader.transform import NO_CUTS
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
@@ -316,7 +316,8 @@ class Engine:
         rows = chunk.rows
         if rows is None or chunk.memory is None or chunk.memory() is not memory:
             # Another one served when the chunk was made, or none.
-            rows = self._locator(memory.device).rows(memory, chunk.records, chunk.starts)
+            locator = self._locator(memory.device)
+            rows = locator.rows(memory, chunk.records, chunk.starts, chunk.on_host)
         number = 0
         while number < chunk.span.batches:
             most = max(1, CHOSEN_ROWS // (size * self._chosen_rows)) if self._chosen_rows else STRIP_BATCHES
@@ -382,6 +383,7 @@ class Engine:
         indices, first = design.table.indices, design.examples.first
         on_device = device.type != "cpu"
         ragged = tuple(output.field for output in self._outputs if output.ragged)
+        sizes = self._assembly.host_sizes if on_device else ()
         self._locators[device.type] = Locator(
             examples=design.examples,
             first=torch.as_tensor(first, device="cpu").to(device) if on_device else first,
@@ -394,6 +396,7 @@ class Engine:
             choices=design.options.choose,
             seed=design.options.seed,
             sizes={group.name: self._sizes(group, device) for group in design.options.choose},
+            shapes={name: column_of(design.cache, design.table, name) for name in sizes},
         )
         return self._locators[device.type]
 

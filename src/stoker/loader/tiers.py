@@ -49,6 +49,8 @@ class Memory:
     """Virtual row of each record that the loader serves, `(records,)` int64, numpy or on the device."""
     steps: Mapping[str, Any]
     """Per ragged field the first virtual step of each record, like `rows`."""
+    host_steps: Mapping[str, NDArray[np.int64]]
+    """The same in host memory."""
     load: Callable[[int], None]
     """`load(shard)` reads, verifies and places one shard. Called once per shard, and by several threads for
     different ones if need be.
@@ -238,12 +240,14 @@ def map_host(cache: Cache, table: RecordTable, shards: frozenset[int], *, mappin
         for name, f in schema.items()
     }
     held = HostShards(cache, layout, ranges, sources)
+    steps = {name: record_steps(cache, layout, table, name) for name in layout.steps}
     return Memory(
         tier="host",
         device=torch.device("cpu"),
         sources=sources,
         rows=record_rows(layout, table),
-        steps={name: record_steps(cache, layout, table, name) for name in layout.steps},
+        steps=steps,
+        host_steps=steps,
         load=held.load,
         shards=reach,
         ready=bytearray(len(cache.index.shards)),
@@ -438,6 +442,7 @@ def allocate_on_device(
         sources=sources,
         rows=_placed(record_rows(layout, table), device),
         steps={name: _placed(first, device) for name, first in steps.items()},
+        host_steps=steps,
         load=partial(_load_device, cache, layout, sources),
         shards=shards,
         ready=bytearray(len(cache.index.shards)),

@@ -409,7 +409,7 @@ class BatchFinisher:
             if self._pins:
                 batch = map_tensors(batch, Tensor.pin_memory)
             if self._moves:
-                batch = map_tensors(batch, partial(Tensor.to, device=options.device, non_blocking=True))
+                batch = map_tensors(batch, partial(to_device, device=options.device))
             copied = perf_counter()
             if self._columns is not None:
                 batch = self._columns.added(batch)

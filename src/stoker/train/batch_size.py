@@ -218,12 +218,20 @@ def _try(
         for _ in range(steps):
             step(model, make(count))
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # an error of this step must not be taken for one of the next
+            torch.cuda.synchronize(
+                _gpu_of(model)
+            )  # an error of this step must not be taken for one of the next
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         fits = False
     return fits
+
+
+def _gpu_of(model: nn.Module) -> torch.device | None:
+    """Return the GPU of a model, which need not be the current one; None: it is on none."""
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    return device if device.type == "cuda" else None
 
 
 def _let_go() -> None:

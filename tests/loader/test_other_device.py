@@ -1,0 +1,140 @@
+"""Serving to a device with memory of its own: nothing is on the wrong side, and the host waits for nothing.
+
+The device is made up (`tests/kit/fake_device.py`); `tests/gpu` asks the same of a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.loader import placement
+from tests.kit.fake_device import FakeTensor, fake_device
+from tests.loader.ways import DRAWN, SOME_WAITS, WAYS, loader_of, mixture_of, tensors_of, write_caches
+
+WAITS_FOR_A_STRIP: dict[str, tuple[int, str]] = {}
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_caches(tmp_path_factory.mktemp("ways"))
+
+
+def check(got: list[Any], expected: list[Any]) -> None:
+    assert len(got) == len(expected)
+    for batch, wanted in zip(got, expected, strict=True):
+        one, other = tensors_of(batch), tensors_of(wanted)
+        assert one.keys() == other.keys()
+        assert batch.position == wanted.position
+        for name, tensor in one.items():
+            assert isinstance(tensor, FakeTensor), f"{name} is on the host"
+            assert tensor.dtype == other[name].dtype, name
+            assert torch.equal(tensor.values, other[name]), name
+
+
+def filled(loader: Any) -> None:
+    """Serve an epoch, and wait until all records are on the device."""
+    list(loader)
+    placement = loader._serving.running().placement
+    until = time.monotonic() + 60
+    while not placement.complete and time.monotonic() < until:
+        time.sleep(0.01)
+    assert placement.complete
+    loader.set_epoch(0)
+
+
+A_CHUNK_WAITS = ("bags", "ragged", "quantized", "shaped", "joined")
+"""Caches with fields of varying length: the host has to know which records come, once for many batches."""
+
+
+def most_waits(way: str) -> int:
+    """Waits for the device in an epoch, which is one chunk here."""
+    name, settings = WAYS.get(way) or DRAWN[way]
+    on_host = {"batch_by", "batch_tokens"} & settings.keys() or settings.get("shuffle")
+    return 0 if on_host or settings.get("windows") or name not in A_CHUNK_WAITS else 1
+
+
+@pytest.mark.parametrize("way", {**WAYS, **DRAWN})
+def test_batches_are_made_on_the_device_and_none_waits_for_it(
+    caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    expected = list(loader_of(caches, way, tier="host"))
+
+    with fake_device(monkeypatch) as waits:
+        loader = loader_of(caches, way, tier="device", device="cuda")
+        filled(loader)
+        waits.seen.clear()
+        got = list(loader)
+        seen = [*waits.seen]
+
+    check(got, expected)
+    if way not in SOME_WAITS:
+        assert len(seen) <= most_waits(way), seen
+
+
+def test_a_mixture_is_made_on_the_device(caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list(mixture_of(caches, tier="host"))
+
+    with fake_device(monkeypatch) as waits:
+        mixture = mixture_of(caches, tier="device", device="cuda")
+        list(mixture)
+        mixture.set_epoch(0)
+        waits.seen.clear()
+        got = list(mixture)
+        seen = [*waits.seen]
+
+    check(got, expected)
+    assert not seen
+
+
+PARTS = [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("on_device", PARTS)
+@pytest.mark.parametrize("way", {**WAYS, **DRAWN})
+def test_a_part_is_on_the_device_and_the_rest_comes_without_a_wait(
+    caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str, on_device: int
+) -> None:
+    expected = list(loader_of(caches, way, tier="host"))
+    homes = {"device": frozenset(range(on_device)), "host": frozenset(range(on_device, 3))}
+    monkeypatch.setattr(placement, "assign", lambda *_: homes)
+
+    with fake_device(monkeypatch) as waits:
+        loader = loader_of(caches, way, tier="device", device="cuda")
+        filled(loader)
+        waits.seen.clear()
+        got = list(loader)
+        seen = [*waits.seen]
+
+    check(got, expected)
+    groups = 2 * len(got) if way in GROUP_WAITS else 0
+    assert len(seen) <= groups, seen
+
+
+GROUP_WAITS = {name for name, (cache, how) in {**WAYS, **DRAWN}.items() if cache == "shaped"}
+"""Sizes of images come with the copied records, and are read once for a group of batches and field."""
+
+
+def test_batches_of_a_cache_that_is_being_filled_are_copied_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [{"x": torch.full((3,), float(n)), "u": torch.ones(1 + n % 3, 2)} for n in range(40)]
+    source = stoker.TorchSource(data, version="1")
+
+    with fake_device(monkeypatch) as waits:
+        cache = stoker.precompute(source, None, tmp_path, name="f", workers=0, progress=None, wait=False)
+        waits.seen.clear()
+        got = list(stoker.Loader(cache, 8, device="cuda", seed=1))
+        seen = [*waits.seen]
+
+    numbers = [n for batch in got for n in batch["index"].values.tolist()]
+    assert sorted(numbers) == [*range(40)]
+    for batch in got:
+        assert batch["x"].values[:, 0].tolist() == batch["index"].values.tolist()
+        assert all(isinstance(one, FakeTensor) for one in batch["u"])
+    assert not seen
