@@ -18,7 +18,7 @@ from stoker.run.look import look
 from stoker.runtime import threads
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
-from stoker.sources.sql.query import PICKED, QueryTimeouts, as_list, unpack_row
+from stoker.sources.sql.query import NUMBERS, PICKED, QueryTimeouts, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
 from stoker.testing import check_source
 from tests.sources.sql.rows import COLUMNS, made, write_postgres, write_sqlite
@@ -323,6 +323,8 @@ def test_values_are_picked_by_the_database_as_they_would_be_here(
         '[{"lat": 1, "lon": 2, "on": true}, 7]',
         '[{"lat": 1, "lon": 2, "on": true}, null]',
         '[{"lat": 1e39, "lon": 2, "on": true}]',
+        f'[{{"lat": {"[" * 1500}{"]" * 1500}, "lon": 2, "on": true}}]',
+        f'[{{"lat": {"9" * 5000}, "lon": 2, "on": true}}]',
         "[" + ", ".join(['{"lat": 1, "lon": 2, "on": true}'] * 5) + "]",
         "[]",
         "[[1, 2, 3, 4]]",
@@ -340,15 +342,89 @@ def test_values_are_picked_by_the_database_as_they_would_be_here(
         lite.executemany("INSERT INTO nested VALUES (?, ?)", enumerate(odd))
         connection.cursor().executemany("INSERT INTO nested VALUES (%s, %s)", list(enumerate(odd)))
 
-    for url in (server.url(), database):
+    def found_in(url: Any) -> list[Any]:
         picked = source(url, table="nested", columns=columns)
         whole = source(url, table="nested", columns=columns)
         whole._shared.request = replace(whole._shared.request, picks={})
         found = [outcome(picked, number) for number in range(len(odd))]
         assert found == [outcome(whole, number) for number in range(len(odd))]
-        assert sum(isinstance(one, str) for one in found) == 14
+        assert sum(isinstance(one, str) for one in found) == 16
         tags = [unpack_row(row)[1].tag for row in picked._shared.table.rows.some(np.arange(len(odd)))]
-        assert tags.count(PICKED) >= 10
+        assert sum(tag in (PICKED, NUMBERS) for tag in tags) >= 10
+        return [sample for sample in found if not isinstance(sample, str)]
+
+    here = found_in(database)
+    assert found_in(server.url()) == here
+    monkeypatch.setattr(databases, "list_reader", lambda _: None)  # without msgspec
+    assert found_in(database) == here
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ("NULL", "column heard is NULL"),
+        ("ARRAY[NULL]::jsonb[]", "column heard is not a JSON list of objects"),
+        ("ARRAY['7']::jsonb[]", "column heard is not a JSON list of objects"),
+        ("array_fill(heard[1], ARRAY[5])", "has 5 entries, expected 4 at most"),
+        ("ARRAY[heard[1] - 'lat']", "has an entry without lon|has an entry without lat"),
+        ('ARRAY[heard[1] || \'{"lat": "45"}\']', "has lat = '45', expected a number"),
+        ("ARRAY[heard[1] || '{\"on\": 0.5}']", "has on = 0.5, expected true or false"),
+        ("ARRAY[heard[1] || '{\"lat\": 1e400}']", "lat is too large for a float"),
+        ("ARRAY[heard[1] || '{\"lat\": 1e39}']", "lat is 1e.39, expected a finite"),
+        ('ARRAY[heard[1] || \'{"snr": {"mean": null}}\']', None),
+        ("ARRAY[heard[1] || '{\"snr\": null}']", None),
+        ("ARRAY[heard[1] || '{\"on\": 1}']", None),
+    ],
+)
+def test_one_odd_list_in_a_table_leaves_the_other_rows_as_they_were(
+    server: Server, connection: Any, odd: str, says: str | None
+) -> None:
+    """No entry is ever cut off. Where a list is not of numbers alone, all are asked for in another way."""
+    columns = {name: COLUMNS[name] for name in ("receivers", "center")}
+    columns["receivers"] = {k: v for k, v in columns["receivers"].items() if k != "standardize"}
+    regular = source(server.url(), columns=columns)
+    before = [outcome(regular, number) for number in range(40)]
+    tags = {unpack_row(row)[1].tag for row in regular._shared.table.rows.some(np.arange(40))}
+    assert tags == {NUMBERS}
+
+    connection.execute(f"UPDATE samples SET heard = {odd} WHERE id = 110")
+    picked = source(server.url(), columns=columns)
+    after = [outcome(picked, number) for number in range(40)]
+
+    assert after[:11] + after[12:] == before[:11] + before[12:]
+    if says is None:
+        assert isinstance(after[11], dict)
+    else:
+        with pytest.raises(SourceError, match=says) as raised:
+            picked.read(11)
+        assert "key 110, column heard" in str(raised.value)
+    whole = source(server.url(), columns=columns)
+    whole._shared.request = replace(whole._shared.request, picks={})
+    assert after[11] == outcome(whole, 11)
+
+
+def test_rows_of_copy_are_the_same_one_by_one_and_by_layout(server: Server, connection: Any) -> None:
+    """Pieces that are rows are read many at a time, others row by row."""
+    types = [20, 25, 2950, 1184, 701, 3802]
+    sql = (
+        "SELECT n::bigint, repeat('x', n % 3), md5(n::text)::uuid, "
+        "CASE WHEN n % 5 > 0 THEN to_timestamp(n) END, CASE WHEN n % 2 > 0 THEN n / 3.0::float8 END, "
+        "CASE WHEN n % 7 > 0 THEN '[1]'::jsonb END FROM generate_series(1, 1000) AS n"
+    )
+    with connection.cursor().copy(f"COPY ({sql}) TO STDOUT (FORMAT BINARY)") as copy:
+        pieces = [bytes(piece) for piece in copy]
+
+    def rows(pieces: list[bytes], block_bytes: int) -> list[Any]:
+        blocks = copied_columns(pieces, types, block_bytes)
+        return [row for columns in blocks for row in zip(*map(as_list, columns), strict=True)]
+
+    data = b"".join(pieces)
+    cut = [data[at : at + 100] for at in range(0, len(data), 100)]
+    found = rows(pieces, 1 << 20)
+    assert len(found) == 1000
+    assert found[10][:3] == (11, b"xx", b"6512bd43-d9ca-a6e0-2c99-0b0a82652dca")
+    assert found == rows(pieces, 5000) == rows(cut, 1 << 20) == rows(cut, 5000)
+    assert [*map(type, found[10])] == [*map(type, rows(cut, 5000)[10])]
 
 
 def outcome(rows: SQLSource, number: int) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, SourceError, SplitError, StalledError
+from stoker.sources.sql import databases
 from stoker.sources.sql.query import QueryTimeouts, has_password, parse_database_url
 from stoker.sources.sql.source import SQLSource
 from stoker.testing import check_source
@@ -254,6 +255,59 @@ def test_a_malformed_row_is_named_by_key_and_column(
         found.read(7)
     assert str(raised.value).startswith(f"{database}, samples, key 70, column {column}")
     found.read(8)
+
+
+def test_lists_have_the_same_bits_with_and_without_msgspec(
+    database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("msgspec")
+    odd = {
+        70: """'[{"on": true, "lat": 1, "lon": "\u00e9"}]'""",
+        80: """'[{"on": true, "lat": 45, "lon": 8, "snr": 3}]'""",
+        90: """'[{"on": true, "lat": 1e400, "lon": 8}]'""",
+        100: """'[{"other": "\U0001f600", ' || substr(heard, 3)""",
+        110: "'[]'",
+        120: """CAST('[{"other": "' || x'ff' || '", ' || substr(heard, 3) AS TEXT)""",
+    }
+    for key, value in odd.items():
+        change(database, f"UPDATE samples SET heard = {value} WHERE id = {key}")
+    fast = source(database)
+    values = [outcome(fast, number) for number in range(40)]
+    monkeypatch.setattr(databases, "list_reader", lambda _: None)
+    plain = source(database)
+
+    assert [outcome(plain, number) for number in range(40)] == values
+    assert sum(isinstance(value, str) for value in values) == 3
+    assert plain.identity() == fast.identity()
+
+
+def test_long_lists_are_fetched_few_at_a_time(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(
+        database,
+        "UPDATE samples SET heard = '[{\"a\": \"' || hex(zeroblob(500000)) || '\", ' || substr(heard, 3)",
+    )
+    fetched: list[int] = []
+    fetch = databases.SqliteSession._fetch
+
+    def counted(self: Any, cursor: Any, size: int) -> list[Any]:
+        rows = fetch(self, cursor, size)
+        fetched.append(sum(len(value) for row in rows for value in row if isinstance(value, bytes)))
+        return rows
+
+    monkeypatch.setattr(databases.SqliteSession, "_fetch", counted)
+    rows = source(database)
+
+    assert len(rows) == 40
+    assert rows.read(3)["receivers"].shape == (4, 4)
+    assert max(fetched) < 16_000_000
+
+
+def outcome(rows: SQLSource, number: int) -> Any:
+    """Bytes of a sample, or why there is none."""
+    try:
+        return {name: array.tobytes() for name, array in rows.read(number).items()}
+    except SourceError as error:
+        return str(error)
 
 
 def test_malformed_rows_are_quarantined_and_the_others_stored(database: Path, tmp_path: Path) -> None:

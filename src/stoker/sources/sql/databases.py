@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sqlite3
 import struct
+import sys
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -24,24 +25,34 @@ from stoker.sources.sql.query import (
     FLOAT,
     FOREVER_US,
     INT,
+    JSONB,
+    JSONB_LIST,
     REAL,
     TIME,
     Column,
     JsonText,
+    ListReader,
     Micros,
     NumberColumn,
     Packed,
+    Pick,
+    PickedNumbers,
     Request,
     Text,
     as_list,
     decode_picked,
+    list_reader,
     pack_columns,
     quoted,
+    slice_numbers,
+    unpacked_in_postgres,
 )
 from stoker.units import KIB, MIB
 
 BATCH_BYTES = 8 * MIB
 """Rows are fetched so many bytes at a time, about."""
+_PARSED_BYTES = 512 * KIB
+"""The same where JSON is parsed here."""
 _MOST_ROWS = 8192
 _STEPS = 20_000
 """Instructions of SQLite between two looks at the clock: some milliseconds at most."""
@@ -62,6 +73,7 @@ class SqliteSession:
                 hint=f"Expected a SQLite database. Check {arg('url', setting='data.sql.url')}",
             )
         self._deadline = time.monotonic() + self._timeouts.statement_s
+        self._row_bytes = 0.0
         self._connection = connect_read_only(
             path,
             timeout=self._timeouts.lock_s,
@@ -88,21 +100,53 @@ class SqliteSession:
 
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         """Yield all rows in the order of their key: as bytes, and their keys."""
-        width = len(self._request.key)
+        selected = self._request.selected
         order = tuple(f"{quoted(name)} COLLATE BINARY" for name in self._request.key)
-        asked = {name: pick.in_sqlite(quoted(name)) for name, pick in self._request.picks.items()}
-        picked = {name: sql for name, sql in asked.items() if sql is not None}
-        places = [self._request.selected.index(name) for name in picked]
+        asked = {name: (pick, pick.in_sqlite(quoted(name))) for name, pick in self._request.picks.items()}
+        picks = {selected.index(name): pick for name, (pick, sql) in asked.items() if sql is not None}
+        readers = {place: found for place, pick in picks.items() if (found := list_reader(pick)) is not None}
+        picked = {
+            name: sql
+            for name, (_, sql) in asked.items()
+            if sql is not None and selected.index(name) not in readers
+        }
         cursor = self._execute(self._request.select_sql(order, picked))
+        for columns in self._parsed(cursor, readers) if readers else self._fetched(cursor):
+            for place in picks.keys() - readers.keys():
+                columns[place] = decode_picked(columns[place], picks[place])
+            packed = pack_columns(columns)
+            self._row_bytes = len(packed.data) / len(columns[0])
+            yield packed, list(zip(*columns[: len(self._request.key)], strict=True))
+            self._deadline = time.monotonic() + self._timeouts.statement_s
+
+    def _fetched(self, cursor: sqlite3.Cursor) -> Iterator[list[Any]]:
+        """Yield columns of consecutive rows, about `BATCH_BYTES` of packed rows at a time."""
         size = 64
         while rows := self._fetch(cursor, size):
-            columns = list(zip(*rows, strict=True))
-            for place in places:
-                columns[place] = tuple(map(decode_picked, columns[place]))
-            packed = pack_columns(columns)
-            yield packed, list(zip(*columns[:width], strict=True))
-            size = next_size(len(rows), len(packed.data))
-            self._deadline = time.monotonic() + self._timeouts.statement_s
+            yield list(zip(*rows, strict=True))
+            size = next_size(len(rows), round(self._row_bytes * len(rows)))
+
+    def _parsed(self, cursor: sqlite3.Cursor, readers: Mapping[int, ListReader]) -> Iterator[list[Any]]:
+        """Yield the same, about `BATCH_BYTES` of what was fetched at a time, with JSON parsed.
+
+        It is parsed a little at a time, so that it is in the processor's cache.
+        """
+        size, held_bytes = 8, 0
+        held: list[list[Any]] = [[] for _ in self._request.selected]
+        while rows := self._fetch(cursor, size):
+            columns: list[Any] = list(zip(*rows, strict=True))
+            size_bytes = sum(sum(map(sys.getsizeof, column)) for column in columns)
+            for place, reader in readers.items():
+                columns[place] = reader.keep(columns[place])
+            for column, more in zip(held, columns, strict=True):
+                column.extend(more)
+            held_bytes += size_bytes
+            if held_bytes >= BATCH_BYTES or len(held[0]) >= _MOST_ROWS:
+                yield held
+                held, held_bytes = [[] for _ in held], 0
+            size = next_size(len(rows), size_bytes, _PARSED_BYTES)
+        if held[0]:
+            yield held
 
     def _execute(self, sql: str) -> sqlite3.Cursor:
         self._deadline = time.monotonic() + self._timeouts.statement_s
@@ -190,13 +234,13 @@ def connect_read_only(path: Path, **given: Any) -> sqlite3.Connection:
     return connection
 
 
-def next_size(rows: int, size_bytes: int) -> int:
-    """Return how many rows to fetch next: about `BATCH_BYTES`, at most four times as many as before.
+def next_size(rows: int, size_bytes: int, target_bytes: int = BATCH_BYTES) -> int:
+    """Return how many rows to fetch next: about `target_bytes`, at most four times as many as before.
 
     >>> next_size(64, 64 * 100), next_size(64, 64 * MIB)
     (256, 8)
     """
-    return max(1, min(4 * rows, _MOST_ROWS, BATCH_BYTES * rows // max(1, size_bytes)))
+    return max(1, min(4 * rows, _MOST_ROWS, target_bytes * rows // max(1, size_bytes)))
 
 
 def _text(value: Any) -> Any:
@@ -232,8 +276,15 @@ TEXT_TYPE = 25
 _TEXTS = {TEXT_TYPE: Text, 1042: Text, 1043: Text, 114: JsonText, 17: bytes}
 """text, bpchar, varchar, json, bytea: sent as the bytes that they are."""
 _UUID, _JSONB = 2950, 3802
-COPIED = frozenset({*FIXED_TYPES, *_TEXTS, _UUID, _JSONB})
+NUMBERS_TYPE = -1022
+"""In place of the number of `float8[]`: what was picked of a list, not a column of that type."""
+_NO_DIMENSIONS, _TWO_DIMENSIONS = 12, 28
+"""Bytes that go before the numbers of an array."""
+_HEX = np.array([[*f"{byte:02x}".encode()] for byte in range(256)], np.uint8)
+COPIED = frozenset({*FIXED_TYPES, *_TEXTS, _UUID, _JSONB, NUMBERS_TYPE})
 """Types that this reads."""
+_ROWS_OF_A_LAYOUT = 8
+"""On average, for rows of one layout to be read at once."""
 _TWO, _FOUR = struct.Struct(">h").unpack_from, struct.Struct(">i").unpack_from
 
 
@@ -249,34 +300,48 @@ def copied_columns(
     Raises:
         MalformedCopyError: The stream has flags or extensions that this does not know, or is cut off.
     """
-    held = bytearray()
-    begun, at_once = False, block_bytes
+    pieces: list[bytes] = []
+    size, begun, at_once = 0, False, block_bytes
     for chunk in chunks:
-        held += chunk
-        if not begun and len(held) >= _HEADER:
-            if not held.startswith(SIGNATURE) or any(held[len(SIGNATURE) : _HEADER]):
+        pieces.append(bytes(chunk))
+        size += len(chunk)
+        if not begun and size >= _HEADER:
+            data = b"".join(pieces)
+            if not data.startswith(SIGNATURE) or any(data[len(SIGNATURE) : _HEADER]):
                 raise MalformedCopyError("its header is not known")
-            del held[:_HEADER]
-            begun = True
-        if begun and len(held) >= at_once:
-            columns, used = _rows(bytes(held), types)
-            if used:
+            pieces, begun = [data[_HEADER:]], True
+        if begun and size >= at_once:
+            columns, rest = _taken(pieces, types)
+            if columns is not None:
                 yield columns
-                del held[:used]
             # A row longer than that is looked at when twice as much of it is there, not block by block.
-            at_once = len(held) + (block_bytes if used else len(held))
-    while (found := _rows(bytes(held), types))[1]:
-        yield found[0]
-        del held[: found[1]]
-    if bytes(held) != _TRAILER:
+            at_once = block_bytes if columns is not None else 2 * len(rest)
+            pieces, size = [rest], len(rest)
+    if not begun:
         raise MalformedCopyError("it is cut off")
+    ended = pieces[-1:] == [_TRAILER]
+    columns, rest = _taken(pieces[:-1] if ended else pieces, types)
+    while columns is not None:
+        yield columns
+        columns, rest = _taken([rest], types)
+    if rest != (b"" if ended else _TRAILER):
+        raise MalformedCopyError("it is cut off")
+
+
+def _taken(pieces: Sequence[bytes], types: Sequence[int]) -> tuple[list[Column] | None, bytes]:
+    """Return the columns of the rows that the pieces hold, None if there is no row; and what is left over."""
+    data = b"".join(pieces)
+    even = _even(data, types) if all(number in FIXED_TYPES for number in types) else None
+    if even is None:
+        rows = [piece for piece in pieces if piece]
+        together = _by_length(rows, types) if rows else None
+        even = None if together is None else (together, len(data))
+    columns, used = even or _rows(data, types)
+    return (columns if used else None), data[used:]
 
 
 def _rows(data: bytes, types: Sequence[int]) -> tuple[list[Column], int]:
     """Return the whole rows that `data` begins with, and their bytes."""
-    fixed = _even(data, types) if all(number in FIXED_TYPES for number in types) else None
-    if fixed is not None:
-        return fixed
     columns: list[list[bytes | None]] = [[] for _ in types]
     used, size, rows = 0, len(data), 0
     while used + 2 <= size and (fields := _TWO(data, used)[0]) >= 0:
@@ -298,7 +363,7 @@ def _rows(data: bytes, types: Sequence[int]) -> tuple[list[Column], int]:
 
 
 def _even(data: bytes, types: Sequence[int]) -> tuple[list[Column], int] | None:
-    """Return the same where rows are as long as each other; None where one holds a NULL."""
+    """Return the same of numbers and times alone, at once; None where one is NULL."""
     parts: list[tuple[str, str]] = [("fields", ">i2")]
     for place, number in enumerate(types):
         parts += [(f"length{place}", ">i4"), (f"value{place}", FIXED_TYPES[number][1])]
@@ -313,6 +378,123 @@ def _even(data: bytes, types: Sequence[int]) -> tuple[list[Column], int] | None:
             return None
         columns.append(_plain(values, number))
     return columns, table.nbytes
+
+
+def _by_length(rows: Sequence[bytes], types: Sequence[int]) -> list[Column] | None:
+    """Return the columns of rows, those of equal layout at once.
+
+    Returns:
+        None if a piece is not one row, as servers send them, or if there are too many layouts.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(len(row), []).append(place)
+    layouts, most = len(groups), max(1, len(rows) // _ROWS_OF_A_LAYOUT)
+    columns = [_Scattered(len(rows), number) for number in types]
+    for places in groups.values():
+        left = np.array(places)
+        table = np.frombuffer(b"".join([rows[place] for place in places]), np.uint8).reshape(len(left), -1)
+        while len(left):
+            layout = _layout(table[0].tobytes(), len(types))
+            if layout is None or layouts > most:
+                return None
+            heads = [0, 1, *(at - part for at, _ in layout for part in (4, 3, 2, 1))]
+            same = (table[:, heads] == table[0, heads]).all(1)
+            rest, other = left[~same], table[~same]
+            if len(rest):
+                left, table = left[same], table[same]
+                layouts += 1
+            for column, (at, length) in zip(columns, layout, strict=True):
+                column.put(left, None if length < 0 else table[:, at : at + length])
+            left, table = rest, other
+    return [column.whole() for column in columns]
+
+
+def _layout(row: bytes, fields: int) -> list[tuple[int, int]] | None:
+    """Return where each field of a row begins, and its length or -1; None if it is not just one row."""
+    layout, at = list[tuple[int, int]](), 2
+    if len(row) < 2 or _TWO(row)[0] != fields:
+        return None
+    for _ in range(fields):
+        if at + 4 > len(row):
+            return None
+        (length,) = _FOUR(row, at)
+        layout.append((at + 4, length))
+        at += 4 + max(0, length)
+    return layout if at == len(row) else None
+
+
+class _Scattered:
+    """A column that is put together of rows in any order."""
+
+    def __init__(self, count: int, number: int) -> None:
+        self._number = number
+        self._count = count
+        self._parts: list[tuple[NDArray[np.int64], Column | None]] = []
+
+    def put(self, places: NDArray[np.int64], values: NDArray[np.uint8] | None) -> None:
+        """Add the values of some rows, `(rows, bytes)`, or None for NULL."""
+        self._parts.append((places, None if values is None else _column_of(values, self._number)))
+
+    def whole(self) -> Column:
+        """Return the values in the order of their rows."""
+        parts = self._parts
+        if all(isinstance(part, NumberColumn) for _, part in parts):
+            plain = cast("list[NumberColumn]", [part for _, part in parts])
+            if len(plain) == 1:
+                return plain[0]
+            values = np.empty(self._count, plain[0].values.dtype)
+            for (places, _), part in zip(parts, plain, strict=True):
+                values[places] = part.values
+            return NumberColumn(plain[0].tag, values)
+        found: list[Any] = [None] * self._count
+        for places, part in parts:
+            if part is None:
+                continue
+            known = as_list(part)
+            if isinstance(part, NumberColumn) and part.tag == TIME:
+                known = [*map(Micros, known)]
+            if len(known) == self._count:
+                return known
+            for place, value in zip(places.tolist(), known, strict=True):
+                found[place] = value
+        return found
+
+
+def _column_of(values: NDArray[np.uint8], number: int) -> Column:
+    """Return values of one type and one length, `(rows, bytes)`, as drivers give them."""
+    if number in FIXED_TYPES:
+        return _plain(np.ascontiguousarray(values).view(FIXED_TYPES[number][1])[:, 0], number)
+    if number == NUMBERS_TYPE:
+        return _lists_of_numbers(values)
+    count, length = values.shape
+    if number == _UUID:
+        texts = _HEX[values].reshape(count, 2 * length)
+        values = np.insert(texts, (8, 12, 16, 20), ord("-"), 1)
+        count, length = values.shape
+        return _cut(values.tobytes(), count, length, Text)
+    if number == _JSONB:  # after a byte for the version
+        return _cut(values[:, 1:].tobytes(), count, length - 1, JsonText)
+    return _cut(values.tobytes(), count, length, _TEXTS[number])
+
+
+def _cut(data: bytes, count: int, length: int, kind: Callable[[bytes], Any]) -> list[Any]:
+    return [kind(data[at * length : (at + 1) * length]) for at in range(count)]
+
+
+def _lists_of_numbers(values: NDArray[np.uint8]) -> list[Any]:
+    """Return arrays of `float8[][]` without NULL, of the same number of numbers each.
+
+    Source: `array_send` in PostgreSQL: dimensions, whether there are NULLs, the type; of each dimension its
+    size and first index; of each number its length and its bytes.
+    """
+    count, length = values.shape
+    if length == _NO_DIMENSIONS:
+        return [PickedNumbers(b"")] * count
+    numbers = np.ascontiguousarray(values[:, _TWO_DIMENSIONS:]).view([("length", ">i4"), ("value", ">f8")])
+    if (values[:, :4] != (0, 0, 0, 2)).any() or (numbers["length"] != 8).any():
+        raise MalformedCopyError("it has an array of another form")
+    return slice_numbers(numbers["value"], [1] * count)
 
 
 def _plain(values: NDArray[Any], number: int) -> NumberColumn:
@@ -332,6 +514,8 @@ def _column(column: Sequence[bytes | None], number: int) -> Column:
         known = iter(map(Micros, as_list(found)) if found.tag == TIME else as_list(found))
     elif number == _UUID:
         known = map(_uuid, there)
+    elif number == NUMBERS_TYPE:
+        known = (_lists_of_numbers(np.frombuffer(value, np.uint8)[None])[0] for value in there)
     elif number == _JSONB:
         known = (JsonText(value[1:]) for value in there)  # after a byte for the version
     else:
@@ -359,11 +543,16 @@ COPY_BYTES = 256 * KIB
 """Taken up at a time, while the server makes more."""
 _SORTED_AS_BYTES = frozenset({25, 1042, 1043, 18, 19})
 """text, bpchar, varchar, char, name: whose order would else follow the database's language."""
+_BEFORE_PICKS = "stoker_picks"
 _FLOAT4 = 700
 """PostgreSQL's `real`."""
 _PASSING = ("08", "57P", "53")
 """SQLSTATE classes after which another try makes sense: connection, shutdown, too many of something."""
 _FINAL = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
+
+
+class PickedDifferentlyError(Exception):
+    """Not all values of lists are numbers; from the beginning, the session picks them in another way."""
 
 
 class ConnectionLostError(Exception):
@@ -397,6 +586,7 @@ class PostgresSession:
                 ) from None
             raise ConnectionLostError(text) from None
         self._types: dict[str, int] = {}
+        self._picked_as_text = False
         self._begin()
 
     def close(self) -> None:
@@ -418,18 +608,35 @@ class PostgresSession:
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         """Yield all rows in the order of their key: as bytes, and their keys."""
         request, types = self._request, self._types
-        asked = {name: pick.in_postgres(quoted(name), types[name]) for name, pick in request.picks.items()}
-        picked = {name: sql for name, sql in asked.items() if sql is not None}
-        kinds = [TEXT_TYPE if name in picked else types[name] for name in request.selected]
-        sql = request.select_sql(tuple(map(self._order, request.key)), picked)
-        with self._errors():
-            if COPIED.issuperset(kinds):
-                yield from self._copied(sql, kinds, picked)
+        picks = {name: p for name, p in request.picks.items() if types[name] in (JSONB, JSONB_LIST)}
+        copied = COPIED.issuperset(types[name] for name in request.selected if name not in picks)
+        as_numbers = copied and bool(picks) and not self._picked_as_text
+        picked = {
+            name: pick.in_postgres(quoted(name), types[name], as_numbers=as_numbers)
+            for name, pick in picks.items()
+        }
+        unpacked = {name: unpacked_in_postgres(quoted(name), types[name]) for name in picks}
+        sql = request.select_sql(tuple(map(self._order, request.key)), picked, unpacked)
+        texts = {} if as_numbers else picks
+        if as_numbers:
+            self._execute(f"SAVEPOINT {_BEFORE_PICKS}")
+        try:
+            if copied:
+                other = NUMBERS_TYPE if as_numbers else TEXT_TYPE
+                kinds = [other if name in picks else types[name] for name in request.selected]
+                yield from self._copied(sql, kinds, texts)
             else:
-                yield from self._fetched(sql, picked)
+                yield from self._fetched(sql, texts)
+        except self._psycopg.Error as error:
+            # 22: a value cannot be cast, as text to a number.
+            if as_numbers and (error.sqlstate or "").startswith("22"):
+                self._picked_as_text = True
+                self._execute(f"ROLLBACK TO SAVEPOINT {_BEFORE_PICKS}")
+                raise PickedDifferentlyError(self._text(error)) from None
+            raise self._translate(error) from None
 
     def _copied(
-        self, sql: str, types: list[int], picked: Collection[str]
+        self, sql: str, types: list[int], picked: Mapping[str, Pick]
     ) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         with (
             self._connection.cursor() as cursor,
@@ -441,7 +648,9 @@ class PostgresSession:
             except MalformedCopyError as error:
                 raise ConnectionLostError(f"what COPY sends is not a stream of rows: {error}") from error
 
-    def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
+    def _fetched(
+        self, sql: str, picked: Mapping[str, Pick]
+    ) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         size = 64
         with self._connection.cursor(name="stoker_rows") as cursor:
             cursor.execute(sql, binary=True)
@@ -450,10 +659,12 @@ class PostgresSession:
                 yield packed, keys
                 size = next_size(len(rows), len(packed.data))
 
-    def _packed(self, columns: list[Column], picked: Collection[str]) -> tuple[Packed, list[tuple[Any, ...]]]:
-        for name in picked:
+    def _packed(
+        self, columns: list[Column], picked: Mapping[str, Pick]
+    ) -> tuple[Packed, list[tuple[Any, ...]]]:
+        for name, pick in picked.items():
             place = self._request.selected.index(name)
-            columns[place] = [decode_picked(value) for value in as_list(columns[place])]
+            columns[place] = decode_picked(as_list(columns[place]), pick)
         keys = zip(*map(as_list, columns[: len(self._request.key)]), strict=True)
         return pack_columns(columns), list(keys)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import decimal
 import errno
+import itertools
 import json
 import mmap
+import operator
 import os
 import re
 import secrets
@@ -15,8 +17,10 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -37,7 +41,7 @@ from stoker.units import format_bytes
 # in 4 bytes and then its text.
 
 
-INT, FLOAT, BOOL, TIME, TEXT, BYTES, JSON, PICKED, NULL, OTHER = b"IFBDTYJPN?"
+INT, FLOAT, BOOL, TIME, TEXT, BYTES, JSON, PICKED, NUMBERS, NULL, OTHER = b"IFBDTYJPVN?"
 FOREVER_US = 2**63 - 1
 """A time that is infinite, or past 64 bits; its negative for the past."""
 FIXED = frozenset({INT, FLOAT, BOOL, TIME})
@@ -46,7 +50,7 @@ KEYS = frozenset({INT, TEXT, TIME, BYTES})
 """Tags whose values may be keys."""
 NAMES = {
     INT: "integer", FLOAT: "float", BOOL: "boolean", TIME: "time", TEXT: "text", BYTES: "bytes",
-    JSON: "JSON", PICKED: "JSON", NULL: "NULL", OTHER: "of another type",
+    JSON: "JSON", PICKED: "JSON", NUMBERS: "JSON", NULL: "NULL", OTHER: "of another type",
 }  # fmt: skip
 REAL = "real"
 """Type of a column of floats of 4 bytes, as a session names it."""
@@ -65,7 +69,11 @@ class JsonText(bytes):
 
 
 class PickedText(bytes):
-    """Of a JSON list of objects the values that rules use, as a database picked them."""
+    """Of a JSON list of objects the values that rules use, as a JSON list of lists: some are no numbers."""
+
+
+class PickedNumbers(bytes):
+    """The same where all are numbers: float64 of each entry in turn, NaN for those that are not there."""
 
 
 class Micros(int):
@@ -155,7 +163,7 @@ def pack_fixed(columns: Sequence[NumberColumn]) -> Packed:
 
 
 _PLAIN = {int: INT, float: FLOAT, bool: BOOL, Micros: TIME}
-_TEXTS = {Text: TEXT, JsonText: JSON, PickedText: PICKED}
+_TEXTS = {Text: TEXT, JsonText: JSON, PickedText: PICKED, PickedNumbers: NUMBERS}
 
 
 def _plain(column: Column) -> Column:
@@ -198,13 +206,9 @@ def _pack(value: Any) -> tuple[bytes, ...]:
     return _HEAD.pack(tag, len(data)), data
 
 
-def _long(value: Any) -> tuple[int, Any]:  # noqa: PLR0911 - one line for each type that drivers give
-    if isinstance(value, Text):
-        return TEXT, value
-    if isinstance(value, JsonText):
-        return JSON, value
-    if isinstance(value, PickedText):
-        return PICKED, value
+def _long(value: Any) -> tuple[int, Any]:
+    if (tag := _TEXTS.get(type(value))) is not None:
+        return tag, value
     if isinstance(value, bytes | bytearray | memoryview):
         return BYTES, bytes(value)
     if isinstance(value, str | uuid.UUID):
@@ -532,12 +536,12 @@ def _secrets(password: str | None, query: str) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Have a database pick the values of a JSON column that a rule uses, so that no others are sent or parsed.
+# Of a JSON list of objects only the numbers that a rule uses, so that no others are sent, kept or parsed.
 #
-# Of a list of objects with hundreds of numbers a rule often wants a few. The database holds it in a form
-# that it walks much faster than JSON is parsed here: it sends the picked values of each entry as a list in
-# their order, marked so that they are told from a complete value. A value that is not a list of at most so
-# many objects is sent completely, so that its error is found and reported in one place.
+# Of a list of objects with hundreds of numbers a rule often wants a few. Wherever they are picked, by the
+# database or here, the same values are kept: float64 of each entry in turn. A list in which one of them is
+# something else is kept as JSON of what was picked. What is not a list of at most so many objects is kept
+# completely. So every error is found and reported in one place.
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_ -]+")
@@ -559,6 +563,8 @@ class Pick:
     """Entries at most."""
     paths: tuple[tuple[str, ...], ...]
     """Names that lead to each value."""
+    truth: tuple[str, ...] | None = None
+    """The path among them that leads to true or false."""
 
     @property
     def can_be_asked(self) -> bool:
@@ -595,10 +601,16 @@ class Pick:
         # Of one path, `json_extract` gives no list.
         return extracted if len(self.paths) > 1 else f"json_array({extracted})"
 
-    def in_postgres(self, column: str, kind: int) -> str | None:
-        """Return an expression over a column of type `kind`; None where it is neither jsonb nor jsonb[]."""
-        if kind not in (JSONB, JSONB_LIST):
-            return None
+    def in_postgres(self, column: str, kind: int, *, as_numbers: bool) -> str:
+        """Return an expression over a column of type jsonb or jsonb[], as `unpacked_in_postgres` gives it.
+
+        Args:
+            column: The column, quoted.
+            kind: Its type.
+            as_numbers: Ask for `float8[]`, with NaN for what is not there. The statement fails unless every
+                list of the table is regular and all values are numbers, the truth true or false. Else ask
+                for text, which fails for nothing.
+        """
         if kind == JSONB_LIST:
             entries, regular = f"unnest({column})", f"array_ndims({column}) = 1"
         else:
@@ -606,19 +618,178 @@ class Pick:
             entries = f"jsonb_array_elements(CASE WHEN {regular} THEN {column} END)"
         steps = ["->".join(["stoker_entry", *(f"'{name}'" for name in path)]) for path in self.paths]
         objects = "bool_and(coalesce(jsonb_typeof(stoker_entry) = 'object', false))"
-        picked = f"chr(1) || json_agg(json_build_array({', '.join(steps)}))::text"
         chosen = f"{regular} AND {objects} AND count(*) <= {self.most}"
-        whole = f"chr(2) || to_jsonb({column})::text"
-        return f"(SELECT CASE WHEN {chosen} THEN {picked} ELSE {whole} END FROM {entries} AS stoker_entry)"  # noqa: S608
+        if as_numbers:
+            casts = ["boolean::int::float8" if path == self.truth else "float8" for path in self.paths]
+            numbers = [f"coalesce(({s})::{c}, 'NaN')" for s, c in zip(steps, casts, strict=True)]
+            picked = f"array_agg(ARRAY[{', '.join(numbers)}])"
+            # '?' is not a number: the cast fails, once there is such a row.
+            otherwise = f"WHEN {column} IS NOT NULL THEN ARRAY[chr(63 + 0 * count(*)::int)::float8]"
+        else:
+            picked = f"chr(1) || json_agg(json_build_array({', '.join(steps)}))::text"
+            otherwise = f"ELSE chr(2) || to_jsonb({column})::text"
+        return f"(SELECT CASE WHEN {chosen} THEN {picked} {otherwise} END FROM {entries} AS stoker_entry)"  # noqa: S608
 
 
-def decode_picked(value: Any) -> Any:
-    """Return a value of a column that was picked from, as `PickedText` or `JsonText`."""
-    if isinstance(value, str):
-        value = Text(value.encode("utf-8", "surrogateescape"))
-    if not isinstance(value, Text):
-        return value
-    return PickedText(value[1:]) if value[:1] == _PICKED else JsonText(value[1:])
+def unpacked_in_postgres(column: str, kind: int) -> str:
+    """Return an expression for the same value, unpacked: else each use of it would unpack it again."""
+    if kind == JSONB_LIST:
+        return f"CASE WHEN {column} IS NOT NULL THEN {column} || '{{}}'::jsonb[] END"
+    return f"{column} #> '{{}}'"
+
+
+def decode_picked(values: Sequence[Any], pick: Pick) -> list[Any]:
+    """Return what is kept of values that a database picked as text; others stay as they are."""
+    kept = [Text(v.encode("utf-8", "surrogateescape")) if isinstance(v, str) else v for v in values]
+    places = [n for n, value in enumerate(kept) if isinstance(value, Text) and value[:1] == _PICKED]
+    texts = [kept[place][1:] for place in places]
+    packed = _packed_together(texts, len(pick.paths))
+    for place, value in zip(places, packed or [_decoded(text, pick) for text in texts], strict=True):
+        kept[place] = value
+    return [JsonText(value[1:]) if isinstance(value, Text) else value for value in kept]
+
+
+def _packed_together(texts: Sequence[bytes], width: int) -> list[bytes] | None:
+    together = b"[" + b",".join(texts) + b"]"
+    if b'"' in together or b"{" in together:
+        return None  # text or an object in the place of a number
+    try:
+        return pack_numbers([picked_entries(entries) for entries in json.loads(together)], width)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists in lists in lists
+        return None
+
+
+def _decoded(text: bytes, pick: Pick) -> bytes:
+    try:
+        return keep_picked(picked_entries(json.loads(text.decode("utf-8", "surrogateescape"))), pick)
+    except (ValueError, RecursionError):
+        return PickedText(text)
+
+
+def picked_entries(found: Any) -> list[list[Any]]:
+    """Return the entries of a list that a database picked: SQLite fills it up and says how many there are."""
+    return found[1 : 1 + found[0]] if found and isinstance(found[0], int) else found
+
+
+def keep_picked(entries: list[list[Any]], pick: Pick) -> bytes:
+    """Return what is kept of one list: numbers, or JSON where some value is not a number."""
+    kinds = {type(value) for entry in entries for value in entry}
+    if kinds <= {float, int, bool, type(None)} and (packed := pack_numbers([entries], len(pick.paths))):
+        return packed[0]
+    return PickedText(json.dumps(entries, separators=(",", ":")).encode())
+
+
+def pack_numbers(lists: Sequence[Sequence[Sequence[Any]]], width: int) -> list[bytes] | None:
+    """Return lists of entries of `width` numbers, or None, as bytes; None where some value has no float64."""
+    flat = [entry for entries in lists for entry in entries]
+    try:
+        numbers = np.array(flat, np.float64) if flat else np.empty((0, width))
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if numbers.shape != (len(flat), width) or np.isinf(numbers).any():
+        return None
+    return slice_numbers(numbers, [*map(len, lists)])
+
+
+def slice_numbers(numbers: NDArray[np.float64], counts: Sequence[int]) -> list[bytes]:
+    """Return the rows of `numbers` as the bytes of lists that have so many of them."""
+    data, ends = numbers.astype("<f8").tobytes(), np.cumsum([0, *counts]) * 8 * numbers.shape[1]
+    return [PickedNumbers(data[low:high]) for low, high in itertools.pairwise(ends.tolist())]
+
+
+def value_at(entry: Any, path: tuple[str, ...]) -> Any:
+    """Return the value at a path; None where the path leads nowhere."""
+    for name in path:
+        if not isinstance(entry, dict):
+            return None
+        entry = cast("dict[str, Any]", entry).get(name)
+    return entry
+
+
+class ListReader:
+    """Picks from JSON text here. msgspec skips what it is not asked for much faster than SQLite does."""
+
+    def __init__(self, pick: Pick, msgspec: Any) -> None:
+        self._pick = pick
+        kind, names = _struct(msgspec, pick.paths)
+        self._decode = msgspec.json.Decoder(list[kind]).decode
+        self._refused = (msgspec.DecodeError, ValueError, RecursionError)
+        values = operator.attrgetter(*(names[path] for path in pick.paths))
+        # Of one name, `attrgetter` gives no tuple.
+        self._values: Callable[[Any], Any] = values if len(names) > 1 else partial(_one_value, values)
+
+    def keep(self, values: Sequence[Any]) -> list[Any]:
+        """Return what is kept of values that are text; others stay as they are."""
+        kept, places, counts, flat = [*values], list[int](), list[int](), list[Any]()
+        for place, text in enumerate(values):
+            if not isinstance(text, Text):
+                continue
+            try:
+                entries = self._decode(text)
+            except self._refused:
+                entries = None
+            if entries is None or len(entries) > self._pick.most:
+                kept[place] = self._looked_at(text)
+                continue
+            flat.extend(chain.from_iterable(map(self._values, entries)))
+            places.append(place)
+            counts.append(len(entries))
+        # Of a flat list numpy makes an array in half the time of one of tuples.
+        numbers = np.array(flat, np.float64).reshape(-1, len(self._pick.paths))
+        for place, packed in zip(places, slice_numbers(numbers, counts), strict=True):
+            kept[place] = packed
+        return kept
+
+    def _looked_at(self, text: Text) -> bytes:
+        """Return the same of a list whose values are not all numbers, or of what is not such a list."""
+        try:
+            found = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=refuse_constant)
+        except (ValueError, RecursionError):
+            return JsonText(text)
+        entries = cast("list[Any]", found) if isinstance(found, list) else None
+        if entries is None or len(entries) > self._pick.most or not all(isinstance(e, dict) for e in entries):
+            return JsonText(text)
+        return keep_picked([[value_at(e, path) for path in self._pick.paths] for e in entries], self._pick)
+
+
+def _one_value(value_of: Callable[[Any], Any], entry: Any) -> tuple[Any]:
+    return (value_of(entry),)
+
+
+def refuse_constant(name: str) -> None:
+    """Refuse what Python takes for a number in JSON: NaN and infinities."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def list_reader(pick: Pick) -> ListReader | None:
+    """Return a reader of JSON lists, or None: msgspec is not installed, or a path leads on from another."""
+    paths = pick.paths
+    if any(long[: len(short)] == short for short in paths for long in paths if len(long) > len(short)):
+        return None
+    try:
+        return ListReader(pick, import_module("msgspec"))
+    except ImportError:
+        return None
+
+
+def _struct(msgspec: Any, paths: Iterable[tuple[str, ...]]) -> tuple[Any, dict[tuple[str, ...], str]]:
+    """Return a type that has the values at some paths, and by path the attribute that holds it."""
+    inner: dict[str, list[tuple[str, ...]]] = {}
+    for first, *rest in paths:
+        inner.setdefault(first, []).append(tuple(rest))
+    fields: list[tuple[str, Any, Any]] = []
+    attributes: dict[tuple[str, ...], str] = {}
+    for number, (name, rests) in enumerate(inner.items()):
+        own = f"field{number}"
+        if rests == [()]:
+            fields.append((own, float | bool | None, None))
+            attributes[(name,)] = own
+            continue
+        kind, names = _struct(msgspec, rests)
+        fields.append((own, kind, kind()))
+        attributes |= {(name, *rest): f"{own}.{attribute}" for rest, attribute in names.items()}
+    renamed = {f"field{number}": name for number, name in enumerate(inner)}
+    return msgspec.defstruct("Entry", fields, rename=renamed, frozen=True, gc=False), attributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -691,10 +862,23 @@ class Request:
         condition = self._condition() if filtered else ""
         return f"SELECT count(*) FROM {self.relation}{condition}"  # noqa: S608
 
-    def select_sql(self, order: tuple[str, ...], picked: Mapping[str, str]) -> str:
-        """Return the query of all rows; `order`: terms of `ORDER BY`, `picked`: in place of a column."""
+    def select_sql(
+        self, order: tuple[str, ...], picked: Mapping[str, str], unpacked: Mapping[str, str] | None = None
+    ) -> str:
+        """Return the query of all rows.
+
+        Args:
+            order: Terms of `ORDER BY`.
+            picked: Expressions in place of columns.
+            unpacked: Expressions that are computed before those, once for each row.
+        """
         names = ", ".join(picked.get(name, quoted(name)) for name in self.selected)
-        return f"SELECT {names} FROM {self.relation}{self._condition()} ORDER BY {', '.join(order)}"  # noqa: S608
+        rows = f"{self.relation}{self._condition()}"
+        if unpacked:
+            given = (f"{unpacked.get(name, quoted(name))} AS {quoted(name)}" for name in self.selected)
+            # Without OFFSET the two would be joined into one, with an expression wherever its column is used.
+            rows = f"(SELECT {', '.join(given)} FROM {rows} OFFSET 0) AS unpacked"  # noqa: S608
+        return f"SELECT {names} FROM {rows} ORDER BY {', '.join(order)}"  # noqa: S608
 
     def _condition(self) -> str:
         return "" if self.where is None else f" WHERE ({self.where}\n)"

@@ -20,7 +20,12 @@ from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.runtime.threads import FailedAttempt, ItemClock, RetryPolicy, call_within, retry
 from stoker.schema import Sample, Schema, digest_json
 from stoker.sources.files import open_regular
-from stoker.sources.sql.databases import ConnectionLostError, PostgresSession, SqliteSession
+from stoker.sources.sql.databases import (
+    ConnectionLostError,
+    PickedDifferentlyError,
+    PostgresSession,
+    SqliteSession,
+)
 from stoker.sources.sql.query import (
     FLOAT,
     INT,
@@ -169,8 +174,13 @@ def _session(request: Request) -> Session:
 def _read(session: Session, begin: Callable[[int], None], request: Request) -> TableSnapshot:
     there = _check_columns(session, request)
     version = _version(session, request)
-    rows = Spill(request.spill_dir)
-    seen = _take(session, rows, begin, request)
+    try:
+        rows = Spill(request.spill_dir)
+        seen = _take(session, rows, begin, request)
+    except PickedDifferentlyError as error:
+        _log.debug("%s: picked as text: %s", request.where_it_is, error)
+        rows = Spill(request.spill_dir)
+        seen = _take(session, rows, begin, request)
     seen.check()
     dropped = 0
     if request.where is not None:

@@ -25,6 +25,7 @@ from stoker.sources.sql.query import (
     JSON,
     NAMES,
     NULL,
+    NUMBERS,
     PICKED,
     TEXT,
     TIME,
@@ -32,6 +33,9 @@ from stoker.sources.sql.query import (
     Value,
     Values,
     micros_of,
+    picked_entries,
+    refuse_constant,
+    value_at,
 )
 
 UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000}
@@ -420,7 +424,8 @@ class EntriesRule(ColumnRule):
     def pick(self) -> Pick:
         """The parts of the column that it uses."""
         paths = tuple(map(_steps, self._paths))
-        return Pick(column=self.column, most=self.most, paths=paths)
+        truth = None if self.present is None else _steps(self.present)
+        return Pick(column=self.column, most=self.most, paths=paths, truth=truth)
 
     @property
     def _paths(self) -> list[str]:
@@ -457,27 +462,31 @@ class EntriesRule(ColumnRule):
     def _numbers(self, column: Values) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return the number at each path, `(n, most, paths)`, NaN for none, and the entries of each row."""
         paths = self._paths
-        found = picked_numbers(column, len(paths))
-        if found is None:
+        known = column.values if {*column.tags} == {NUMBERS} else []
+        flat = np.frombuffer(b"".join(known), "<f8").reshape(-1, len(paths))
+        counts = np.array([*map(len, known)]) // (8 * len(paths))
+        if not known or (np.abs(flat) > _LARGEST_LIST).any():
             lists = [[self._checked(e, paths) for e in self._entries(v, paths)] for v in column.each()]
             flat = np.array([entry for entries in lists for entry in entries], np.float64)
-            found = flat.reshape(-1, len(paths)), np.array([*map(len, lists)])
-        flat, counts = found
+            flat, counts = flat.reshape(-1, len(paths)), np.array([*map(len, lists)])
         raw = np.full((len(counts), self.most, len(paths)), np.nan)
         raw[np.arange(self.most) < counts[:, None]] = flat
         return raw, counts
 
     def _entries(self, value: Value, paths: Sequence[str]) -> list[list[Any]]:
         """Return the value at each path of each entry."""
+        if value.tag == NUMBERS:
+            numbers = np.frombuffer(value.value, "<f8").reshape(-1, len(paths))
+            return [[None if math.isnan(n) else n for n in entry] for entry in numbers.tolist()]
         found = parsed(value, self.column)
         if value.tag == PICKED:
-            return [list(entry) for entry in picked_entries(found)]
+            return picked_entries(found)
         entries = cast("list[Any]", found) if isinstance(found, list) else None
         if entries is None or not all(isinstance(entry, dict) for entry in entries):
             raise MalformedError(self.column, "is not a JSON list of objects")
         if len(entries) > self.most:
             raise MalformedError(self.column, f"has {len(entries)} entries, expected {self.most} at most")
-        return [[_at(entry, path) for path in paths] for entry in entries]
+        return [[value_at(entry, _steps(path)) for path in paths] for entry in entries]
 
     def _checked(self, entry: Sequence[Any], paths: Sequence[str]) -> list[float]:
         return [self._number(value, path) for value, path in zip(entry, paths, strict=True)]
@@ -662,16 +671,15 @@ def parsed(value: Value, column: str) -> Any:
         encoding = (
             "utf-8" if value.tag != BYTES and value.value[:1] != _MARK else detect_encoding(value.value)
         )
-        return _DECODER.decode(value.value.decode(encoding, "surrogatepass"))
+        decoder = _PICKED_DECODER if value.tag == PICKED else _DECODER
+        return decoder.decode(value.value.decode(encoding, "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise MalformedError(column, f"is not JSON: {error}") from error
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+_PICKED_DECODER = json.JSONDecoder()
+"""Of what was written here, where a number may be past the largest float."""
 
 
 def _finite(value: float, what: str) -> float:
@@ -683,41 +691,6 @@ def _finite(value: float, what: str) -> float:
         raise MalformedError(what, "is too large for a float") from error
 
 
-def picked_entries(found: Any) -> list[list[Any]]:
-    """Entries of a list that a database picked: SQLite fills it up and says how many there are."""
-    return found[1 : 1 + found[0]] if isinstance(found[0], int) else found
-
-
-def picked_numbers(column: Values, width: int) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
-    """Picked numbers of all entries, NaN for null, and the entries of each row.
-
-    Returns:
-        None if there is anything that is to be looked at closely.
-    """
-    if any(tag != PICKED for tag in column.tags):
-        return None
-    text = b"[" + b",".join(column.values) + b"]"
-    if b'"' in text or b"{" in text:
-        return None  # text or an object in the place of a number
-    try:
-        found = [picked_entries(entries) for entries in _DECODER.decode(text.decode())]
-        numbers = np.array([entry for entries in found for entry in entries], np.float64)
-    except (ValueError, OverflowError):
-        return None
-    if numbers.ndim != 2 or numbers.shape[1] != width or (np.abs(numbers) > _LARGEST_LIST).any():
-        return None
-    return numbers, np.array([*map(len, found)])
-
-
 @cache
 def _steps(path: str) -> tuple[str, ...]:
     return tuple(path.split("."))
-
-
-def _at(entry: Any, path: str) -> Any:
-    """Return the value at a path; None where the path leads nowhere."""
-    for name in _steps(path):
-        if not isinstance(entry, dict):
-            return None
-        entry = cast("dict[str, Any]", entry).get(name)
-    return entry
