@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError
-from stoker.loader import Loader, Windows, disk
+from stoker.loader import Loader, Windows, record_reads
 from stoker.runtime import files
 from stoker.store import Cache
 from stoker.store.format import LocalFile
@@ -131,7 +131,7 @@ def test_neighbours_in_one_shard_are_read_together(
     wanted: dict[int, int],
 ) -> None:
     """Per field one read in each of two shards, up to a size that fits into a core's cache."""
-    monkeypatch.setattr(disk, "JOINED_BYTES", joined_bytes)
+    monkeypatch.setattr(record_reads, "JOINED_BYTES", joined_bytes)
     fields = trajectories(24)
     cache = write_cache(tmp_path, fields, shards=[10])
     loader = Loader(cache, batch_size=24, tier="disk", shuffle=False, indices=chosen)
@@ -169,7 +169,7 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
         return read(fd, [outs[0][: len(outs[0]) // 2]] if flags else outs, offset)
 
     if way == "no advice":
-        monkeypatch.setattr(disk, "ADVISED", False)
+        monkeypatch.setattr(record_reads, "ADVISED", False)
         monkeypatch.delattr(os, "posix_fadvise")
         monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
     elif way == "advice refused":
@@ -227,7 +227,7 @@ def test_a_large_record_is_compared_piece_by_piece_as_it_is_read(
     found = [bag for batch in loader for bag in batch["bag"]]
 
     assert all(torch.equal(bag, wanted) for bag, wanted in zip(found, bags, strict=True))
-    assert max(sizes) <= disk.JOINED_BYTES
+    assert max(sizes) <= record_reads.JOINED_BYTES
     assert sum(sizes) >= sum(bag.nbytes for bag in bags)
     assert len(sizes) < 40
     shard = cache.path / cache.index.shards[0].file

@@ -18,7 +18,7 @@ from stoker.errors import (
     MissingRecordError,
     ResourceError,
 )
-from stoker.loader import Loader, RecordBatch, Windows, disk, options
+from stoker.loader import Loader, RecordBatch, Windows, options, record_reads
 from stoker.loader.design import Design
 from stoker.loader.serving import Engine
 from stoker.monitor.meter import StallMeter
@@ -182,7 +182,7 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
 
 def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower bounds alone: a sleep is never shorter than asked for."""
-    pause_s, read = 0.01, disk.PieceReader.read
+    pause_s, read = 0.01, record_reads.PieceReader.read
 
     def slow_read(*args: Any) -> int:
         time.sleep(pause_s)
@@ -195,7 +195,7 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     found: dict[str, dict[str, float]] = {}
     for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(disk.PieceReader, "read", slow_read)
+            patch.setattr(record_reads.PieceReader, "read", slow_read)
             meter = StallMeter()
             loader = Loader(
                 cache,

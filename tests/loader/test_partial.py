@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalization, Windows, disk
-from stoker.loader.disk import PieceReader
 from stoker.loader.placement import replan
+from stoker.loader.record_reads import PieceReader
 from stoker.schema import QUANTIZED_DTYPES
 from stoker.store import Cache
 from tests.kit.amount import example_count

@@ -18,7 +18,7 @@ from stoker.errors import (
     CorruptError,
     StalledError,
 )
-from stoker.loader import Loader, Windows, disk, placement
+from stoker.loader import Loader, Windows, placement, record_reads
 from stoker.store import Cache, open_cache
 from tests.kit.amount import example_count
 from tests.kit.orders import in_order
@@ -210,7 +210,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(disk.PieceReader, "read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(record_reads.PieceReader, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1, shuffle=True)))

@@ -254,7 +254,7 @@ def test_windows_from_disk_are_those_of_the_twin(
     windows = stoker.Windows(stride=7, horizon=3)
     made = Loader(cache, 16, shuffle=True, seed=3, tier="disk", verify=verify, windows=windows)
     with monkeypatch.context() as patch:
-        patch.delattr("stoker.loader.disk.StepRead.read")  # nothing is left to the twin
+        patch.delattr("stoker.loader.record_reads.StepRead.read")  # nothing is left to the twin
         batches = list(made)
     monkeypatch.setattr(native, "library", lambda: None)
     again = stoker.open_cache(cache.path)
