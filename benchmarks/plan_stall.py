@@ -31,7 +31,7 @@ from measure import publish
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
-from stoker.plan import Demand, Rates, plan_tiers, probe
+from stoker.plan import Demand, Interval, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
 from stoker.run.plan import TimedStep, served_loads
 
@@ -102,9 +102,9 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> dict
     plan = plan_tiers(
         demand, probe(), tier=place.tier, step_s=step_s, rates=Rates(served=served, measured=True)
     )
-    stall, likely = plan.stall_at(step_s), plan.stall_range_at(step_s)
+    stall = plan.stall_at(step_s)
     assert stall is not None
-    assert likely is not None
+    likely = plan.stall_range_at(step_s) or Interval(stall, stall)
     load = served[place.tier]
     return {
         "predicted": stall,

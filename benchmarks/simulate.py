@@ -481,15 +481,19 @@ def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
             measured = child("beside", path, kind, place, length_s, 8)["epoch_s"]
         after = child("stages", tried, kind, folder)
         made = {name: (before[name] + after[name]) / 2 for name in before}
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            few = child("beside", small, kind, place, 0.0, STARTED, 1)["epoch_s"]
+        starts = tuple(start(kind, sum(made.values())) for _ in range(PRIMITIVES))
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=8, step_s=step_s, host_memory_bytes=1, cores=2, step_cpus=0.0,
-            disk_bytes_s=1e12, fill_start_s=max(0.0, few - STARTED * sum(made.values())),
-            ranges=stage_spans(before, after), **made,
+            disk_bytes_s=1e12, fill_start_s=statistics.fmean(starts),
+            ranges=stage_spans(before, after) | spanned(fill_start_s=starts), **made,
         )  # fmt: skip
         found = simulate(scenario)
         return found.beside_s, measured, scenario.batches * step_s, found.beside_range_s
+
+    def start(kind: str, made_s: float) -> float:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            few = child("beside", small, kind, place, 0.0, STARTED, 1)["epoch_s"]
+        return max(0.0, few - STARTED * made_s)
 
     for kind, length_s in (("grid", 20e-3), ("mlp", 20e-3), ("grid", 200e-3)):
         name = {"grid": "cheap", "mlp": "dear"}[kind]

@@ -68,10 +68,11 @@ def test_nothing_is_repeated_after_the_time_limit() -> None:
     assert len(repeated(lambda: 1.0, trial_s=2.0, limit_s=1.0)) == 2
 
 
-def test_a_trial_without_a_result_ends_it() -> None:
-    found = iter([1.0, None, 1.0])
+def test_a_trial_without_a_result_does_not_count() -> None:
+    found = iter([1.0, None, 1.0, 1.0, 1.0])
 
-    assert repeat_trial(lambda _: next(found), 1.0, clock=Clock()) == [1.0]
+    assert repeat_trial(lambda _: next(found), 1.0, clock=Clock()) == [1.0] * 4
+    assert repeat_trial(lambda _: None, 1.0, clock=Clock()) == []
     assert next_interval([1.0]) is None
 
 

@@ -74,6 +74,8 @@ class BatchLoad:
             direct_s=times * self.direct_s,
             beside_s=times * self.beside_s,
             at_step=at_step,
+            alone_range=None,
+            lost_range=None,
         )
 
     def lost_s(self, step_s: float) -> float | None:

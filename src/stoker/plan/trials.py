@@ -96,7 +96,7 @@ def repeat_trial(
     """Return results of a trial, repeated until their mean is known well enough or the time is over.
 
     Args:
-        trial: Called with 0, 1, ...; None: it has no result, and is not repeated.
+        trial: Called with 0, 1, ...; None: it has no result. If the first has none, it is not repeated.
         limit_s: After so many seconds only the `least` trials are begun, after three times as many none.
         least, most: Trials, at least and at most.
         narrow: Half of the interval of the mean, as a part of the mean, that is narrow enough.
@@ -105,14 +105,15 @@ def repeat_trial(
     begin, results = clock(), list[float]()
     for number in range(most):
         spent_s = clock() - begin
-        if number >= least and (spent_s >= limit_s or _is_narrow(results, narrow)):
+        if len(results) >= least and (spent_s >= limit_s or _is_narrow(results, narrow)):
             break
         if number and spent_s >= 3 * limit_s:
             break
         result = trial(number)
-        if result is None:
+        if result is not None:
+            results.append(result)
+        elif not results:
             break
-        results.append(result)
     return results
 
 

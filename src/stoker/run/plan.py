@@ -437,7 +437,7 @@ def _serve(
             if not counted and (spent_s >= before_s or number >= early):
                 meter.reset()
                 counted = True
-            if spent_s >= most_s and (len(times_s) >= least or spent_s >= 4 * most_s):
+            if spent_s >= most_s and (len(times_s) >= least or (times_s and spent_s >= 4 * most_s)):
                 break
     return _typical_s(times_s) if times_s else None
 
