@@ -96,7 +96,7 @@ def repeat_trial(
     """Return results of a trial, repeated until their mean is known well enough or the time is over.
 
     Args:
-        trial: Called with 0, 1, ...; None: it has no result. If the first has none, it is not repeated.
+        trial: Called with 0, 1, ...; None: it has no result. If the `least` have none, it is given up.
         limit_s: After so many seconds only the `least` trials are begun, after three times as many none.
         least, most: Trials, at least and at most.
         narrow: Half of the interval of the mean, as a part of the mean, that is narrow enough.
@@ -112,7 +112,7 @@ def repeat_trial(
         result = trial(number)
         if result is not None:
             results.append(result)
-        elif not results:
+        elif not results and number + 1 >= least:
             break
     return results
 

@@ -300,7 +300,7 @@ def _load(
     use = UseMeter()
     alone = _Trials(make, own[0], tier)
     alone_s = alone.times_s(_nothing, seconds)
-    if not alone_s or alone.tiers != {tier}:
+    if not alone_s:
         return None
     mean_s = fmean(alone_s)
     direct_s = min(mean_s, HANDOVER_S)
@@ -353,8 +353,6 @@ class _Trials:
         self._meter = StallMeter()
         self._loader: Loader | None = None
         self._parts: list[Sequence[int]] = []
-        self.tiers: set[str] = set()
-        """Tiers that served."""
 
     def times_s(self, work: Callable[[], None], seconds: float) -> list[float]:
         """Return the mean seconds of a batch and its `work`, one of each trial.
@@ -369,8 +367,8 @@ class _Trials:
             before_s = seconds / (2 if number == 0 else 6) / (AT_STEP_TIMES if work is not _nothing else 1)
             least = -(-LEAST_TIMED // LEAST_TRIALS)
             found_s = _serve(self._next(number), self._meter, work, each_s, before_s, least)
-            self.tiers |= set(self._meter.epoch().tiers)
-            return found_s
+            # While memory is being filled, another tier serves: that says nothing of this one.
+            return found_s if set(self._meter.epoch().tiers) == {self._tier} else None
 
         return repeat_trial(once, REPEATED_TIMES * seconds)
 
