@@ -323,23 +323,26 @@ def _load(
     if step is None:
         return load
     work = step.imitation()
-    step_s = _mean_s(work, seconds / 2)
-    longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step_s + mean_s))
-    batches_s = _Trials(make, own[2], tier).times_s(work, longer)
+    longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step.seconds + mean_s))
+    trials = _Trials(make, own[2], tier)
+    batches_s = trials.times_s(work, longer)
     if not batches_s:
         return load
+    step_s = fmean(trials.steps_s)
     return replace(
         load,
         at_step=(step_s, max(0.0, fmean(batches_s) - step_s)),
-        lost_range=_at_least_0(next_interval(batches_s), step_s),
+        lost_range=_at_least_0(
+            next_interval([b - s for b, s in zip(batches_s, trials.steps_s, strict=True)])
+        ),
         trials=len(batches_s),
         use=use.read(),
     )
 
 
-def _at_least_0(found: Interval | None, less_s: float = 0.0) -> Interval | None:
-    """Return an interval of times, of which none is below 0, less so many seconds."""
-    return None if found is None else Interval(max(0.0, found.low - less_s), max(0.0, found.high - less_s))
+def _at_least_0(found: Interval | None) -> Interval | None:
+    """Return an interval of times, of which none is below 0."""
+    return None if found is None else Interval(max(0.0, found.low), max(0.0, found.high))
 
 
 class _Trials:
@@ -353,6 +356,8 @@ class _Trials:
         self._meter = StallMeter()
         self._loader: Loader | None = None
         self._parts: list[Sequence[int]] = []
+        self.steps_s: list[float] = []
+        """Seconds of the step alone, of each trial."""
 
     def times_s(self, work: Callable[[], None], seconds: float) -> list[float]:
         """Return the mean seconds of a batch and its `work`, one of each trial.
@@ -368,7 +373,11 @@ class _Trials:
             least = -(-LEAST_TIMED // LEAST_TRIALS)
             found_s = _serve(self._next(number), self._meter, work, each_s, before_s, least)
             # While memory is being filled, another tier serves: that says nothing of this one.
-            return found_s if set(self._meter.epoch().tiers) == {self._tier} else None
+            if found_s is None or set(self._meter.epoch().tiers) != {self._tier}:
+                return None
+            if work is not _nothing:  # with each trial, since what slows batches slows steps too
+                self.steps_s.append(_mean_s(work, each_s / 4))
+            return found_s
 
         return repeat_trial(once, REPEATED_TIMES * seconds)
 
