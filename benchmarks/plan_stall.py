@@ -91,6 +91,9 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> dict
     place.before()
     step = TimedStep(seconds=step_s, cpus=step_cpus)
     served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
+    while place.tier not in served:  # memory was still being filled, while a large cache goes to the drive
+        time.sleep(1)
+        served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
     outputs = make_outputs(place.cache.schema, place.windows, None)
     demand = Demand(
         records=len(place.cache),
