@@ -6,7 +6,7 @@ larger than memory every read is cold, in a small one the system has read the ne
 sizes each, and steps that sleep (as one on a GPU leaves the CPU alone) or multiply matrices on one core: 12 combinations. The
 plan knows the step by a hundred of it alone, and the tiers by a second or two of serving, most of it beside an
 imitation of that step, as `stoker plan` does after a run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
-delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
+delay the step itself, by the interpreter's lock. `within` is the part of the rounds whose `measured` lies in the plan's range, which should be 0.9, and `width_points` how wide that is. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
 
     python benchmarks/plan_stall.py [--save] [--seconds 1] [--only "disk, cold"]
 """
@@ -31,7 +31,7 @@ from measure import publish
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
-from stoker.plan import Demand, Rates, plan_tiers, probe
+from stoker.plan import Demand, Interval, Rates, plan_tiers, probe
 from stoker.plan.rates import drop_from_page_cache
 from stoker.run.plan import TimedStep, served_loads
 
@@ -86,11 +86,14 @@ def alone(step: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) / ALONE
 
 
-def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> float:
-    """What a plan says that was made with the tiers as they are now."""
+def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> dict[str, float]:
+    """What a plan says that was made with the tiers as they are now, with its range."""
     place.before()
     step = TimedStep(seconds=step_s, cpus=step_cpus)
     served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
+    while place.tier not in served:  # memory was still being filled, while a large cache goes to the drive
+        time.sleep(1)
+        served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
     outputs = make_outputs(place.cache.schema, place.windows, None)
     demand = Demand(
         records=len(place.cache),
@@ -104,7 +107,15 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> floa
     )
     stall = plan.stall_at(step_s)
     assert stall is not None
-    return stall
+    likely = plan.stall_range_at(step_s) or Interval(stall, stall)
+    load = served[place.tier]
+    return {
+        "predicted": stall,
+        "low": likely.low,
+        "high": likely.high,
+        "trials": load.trials,
+        "others_cpus": 0.0 if load.use is None else load.use.others_cpus,
+    }
 
 
 def measured(place: Place, batch: int, step: Callable[[], None], seconds: float) -> dict[str, float]:
@@ -135,9 +146,11 @@ def once(
     step_s = alone(step)
     expected = predicted(place, batch, step_s, step_cpus)
     found = measured(place, batch, step, seconds)
+    lacks = max(0.0, 1 - step_s / found["batch_s"])
     return {
-        "predicted": expected,
-        "measured": max(0.0, 1 - step_s / found["batch_s"]),
+        **expected,
+        "measured": lacks,
+        "within": float(expected["low"] <= lacks <= expected["high"]),
         "stall": found["stall"],
         "step_ms": step_s * 1e3,
         "batch_ms": found["batch_s"] * 1e3,
@@ -184,12 +197,27 @@ def main() -> None:
                             "step": doing,
                             **{key: round(value, 4) for key, value in found.items()},
                             "points": round(100 * (found["predicted"] - found["measured"]), 1),
+                            "within": statistics.fmean(each["within"] for each in rounds),
+                            "width_points": round(
+                                100 * statistics.median(each["high"] - each["low"] for each in rounds), 1
+                            ),
                             "rounds": [
-                                [round(each[k], 3) for k in ("predicted", "measured")] for each in rounds
+                                [round(each[k], 3) for k in ("predicted", "low", "high", "measured")]
+                                for each in rounds
                             ],
                         }
                     )
                     print(rows[-1], file=sys.stderr)
+        if rows:
+            within = [row["within"] for row in rows]
+            rows.append(
+                {
+                    "ranges": len(within),
+                    "rounds_within": round(statistics.fmean(within), 3),
+                    "width_points": round(statistics.median(row["width_points"] for row in rows), 1),
+                }
+            )
+            print(rows[-1], file=sys.stderr)
         if arguments.only in (None, "W2"):
             rows += two_milliseconds(cache, arguments.seconds)
     part = "" if arguments.only is None else "_" + arguments.only.replace(", ", "-")

@@ -15,6 +15,8 @@ nothing waits for anything (steps alone; of precompute the encoder alone), so th
 - store: 1 and 2 nodes (processes in step) read from one throttled store: fixed rate and latency.
 - filling: the first epoch beside the encoding (`wait=False`), cheap and dear encoder.
 
+`within` is the part of the rounds that the predicted range held, `width` that range over what was measured.
+
     python benchmarks/simulate.py [--save] [--only serve ranks] [--rounds 3]
 """
 
@@ -48,14 +50,15 @@ from serve_memory import Records, cache_of
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import Scenario
 from stoker.loader.outputs import make_outputs
-from stoker.plan import BatchLoad, probe
+from stoker.plan import BatchLoad, Interval, probe
+from stoker.plan.trials import next_interval
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.measure import Trial, try_stages
 from stoker.run.plan import served_loads
 from stoker.store import make_recipe
 
-Found = tuple[float, float, float]
-"""Predicted, measured and bare seconds."""
+Found = tuple[float, float, float, Interval | None]
+"""Predicted, measured and bare seconds, and the range of the predicted ones."""
 WINDOWS = stoker.Windows()
 TRAJECTORIES, BATCH = 800, 256
 RECORDS, RECORD_BATCH = 2_000, 16
@@ -64,6 +67,11 @@ STORE_BYTES_S, STORE_LATENCY_S, STORE_THREADS = 60e6, 4e-3, 4
 STORE_RECORDS, STORE_BATCH = 640, 32
 RANK_BATCH, RANK_PRODUCTS, RANK_GRADIENTS = 64, 20, 1 << 18
 FILL_S = 1.0
+STARTED = 20
+"""Samples, encoded one by one, of the run that shows how long a filling takes to start: with 16 encode batches or
+fewer it has no process for the encoder, whose import of torch is a good part of that."""
+PRIMITIVES = 3
+"""Times that a step and a sum of gradients are timed, of which a range is made."""
 STEPS = 200
 LONG_S = 200.0
 
@@ -95,9 +103,26 @@ def scenario_of(
 
 
 def mean_load(*loads: BatchLoad) -> BatchLoad:
+    ranges = [one.alone_range for one in loads if one.alone_range is not None]
     return BatchLoad(
-        **{n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")}
+        **{
+            n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")
+        },
+        alone_range=Interval(min(low for low, _ in ranges), max(high for _, high in ranges))
+        if ranges
+        else None,
     )
+
+
+def spanned(**times: tuple[float, ...]) -> dict[str, Interval]:
+    """The range of each time that was measured several times."""
+    found = {name: next_interval(each) for name, each in times.items()}
+    return {name: Interval(max(0.0, one.low), one.high) for name, one in found.items() if one is not None}
+
+
+def stage_spans(*tried: dict[str, float]) -> dict[str, Interval]:
+    """Stages that were tried before and after: from the smallest to the largest time."""
+    return {name: Interval(*sorted(one[name] for one in tried)[:: len(tried) - 1]) for name in tried[0]}
 
 
 def epoch_of(loader: Any, step: Callable[[], None]) -> float:
@@ -123,8 +148,10 @@ def serve(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         primitives.append((alone(step), served_loads(cache, WINDOWS, BATCH, tiers=[tier])[tier]))
         step_s = statistics.fmean(each for each, _ in primitives)
         served = {tier: mean_load(*(load for _, load in primitives))}
-        scenario = scenario_of(cache, WINDOWS, BATCH, step_s, served=served)
-        return simulate(scenario).way(tier).epoch_s, measured, scenario.batches * step_s
+        steps = Interval(*sorted(each for each, _ in primitives))
+        scenario = scenario_of(cache, WINDOWS, BATCH, step_s, served=served, ranges={"step_s": steps})
+        way = simulate(scenario).way(tier)
+        return way.epoch_s, measured, scenario.batches * step_s, way.epoch_range_s
 
     for tier in ("host", "disk"):
         for length_s in (2e-3, 5e-3, 20e-3):
@@ -151,7 +178,8 @@ def partial(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
             fixed_s={"disk": fixed(few["disk"].direct_s, served["disk"].direct_s)},
         )  # fmt: skip
         found = {way.name: way for way in simulate(scenario).ways}
-        return found.get("tiers", found["disk"]).epoch_s, measured, scenario.batches * step_s
+        way = found.get("tiers", found["disk"])
+        return way.epoch_s, measured, scenario.batches * step_s, way.epoch_range_s
 
     for fraction in (0.25, 0.5, 0.75):
         yield f"{fraction:.0%} in host memory, step 5 ms", lambda f=fraction: once(f)
@@ -203,9 +231,10 @@ def encode(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         step_s, made = statistics.fmean(steps), {n: statistics.fmean(t[n] for t in tried) for n in tried[0]}
         scenario = Scenario(
             records=SAMPLES, record_bytes=101 * 16 * 32 * 2, batch=8, step_s=step_s, step_cpus=0.0, workers=0,
-            host_memory_bytes=probe().host_bytes, cores=2, disk_bytes_s=1e12, **made,
+            host_memory_bytes=probe().host_bytes, cores=2, disk_bytes_s=1e12, ranges=stage_spans(*tried), **made,
         )  # fmt: skip
-        return simulate(scenario).way("encode").epoch_s, measured, scenario.batches * step_s
+        way = simulate(scenario).way("encode")
+        return way.epoch_s, measured, scenario.batches * step_s, way.epoch_range_s
 
     for length_s in (2e-3, 20e-3):
         yield f"encoded for each batch, step {length_s * 1e3:g} ms", lambda s=length_s: once(s)
@@ -224,9 +253,10 @@ def precompute(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         start_s = max(0.0, few - 8 * sum(made.values()))
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=1, step_s=1.0, host_memory_bytes=1, cores=2, disk_bytes_s=1e12,
-            workers=workers, start_s=start_s, **made,
+            workers=workers, start_s=start_s, ranges=stage_spans(before, after), **made,
         )  # fmt: skip
-        return simulate(scenario).encoding.seconds, measured, SAMPLES * made["encode_s"]
+        found = simulate(scenario)
+        return found.encoding.seconds, measured, SAMPLES * made["encode_s"], found.ways[0].encoding_range_s
 
     def wall(data: Path, kind: str, workers: int) -> float:
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -266,16 +296,22 @@ def ranks(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     cores = len(os.sched_getaffinity(0))
 
     def once(count: int) -> Found:
-        one, two = child("step")["products_s"], child("step", ranks=2)
+        ones = tuple(child("step")["products_s"] for _ in range(PRIMITIVES))
+        one, two = statistics.fmean(ones), child("step", ranks=2)
         worth = 2 * one / two["products_s"]  # cores may share what they compute with
-        sync_s = child("sync", ranks=count)["sync_s"] if count > 1 else 0.0
+        syncs = (
+            tuple(child("sync", ranks=count)["sync_s"] for _ in range(PRIMITIVES)) if count > 1 else (0.0,)
+        )
+        sync_s = statistics.fmean(syncs)
         served = served_loads(cache, WINDOWS, RANK_BATCH, tiers=["host"])
         scenario = scenario_of(
             cache, WINDOWS, RANK_BATCH, one, served=served, gpus=count, step_cpus=1.0, sync_s=sync_s,
             cores=min(float(cores), worth), step_spread=two["spread"] if count > 1 else 0.0,
+            ranges=spanned(step_s=ones, sync_s=syncs),
         )  # fmt: skip
         measured = child("rank", cache.path, ranks=count)["epoch_s"]
-        return simulate(scenario).way("host").epoch_s, measured, scenario.batches * one
+        way = simulate(scenario).way("host")
+        return way.epoch_s, measured, scenario.batches * one, way.epoch_range_s
 
     for count in (1, 2, 4):
         yield f"{count} rank{'s' * (count > 1)} on {cores} cores", lambda n=count: once(n)
@@ -405,7 +441,8 @@ def store(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
             store_bytes_s=STORE_BYTES_S, store_latency_s=STORE_LATENCY_S, requests=STORE_THREADS, fetch_bytes=1, sync_s=sync_s,
         )  # fmt: skip
         measured = child("store", cache.path, folder / "throttle", length_s, ranks=nodes)["epoch_s"]
-        return simulate(scenario).way("store").epoch_s, measured, scenario.batches * step_s
+        way = simulate(scenario).way("store")
+        return way.epoch_s, measured, scenario.batches * step_s, way.epoch_range_s
 
     for nodes in (1, 2):
         for length_s in (20e-3, 80e-3):
@@ -435,7 +472,7 @@ def child_store(path: str, throttle: str, length_s: str) -> dict[str, float]:
 
 def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     path, small, tried = (folder / f"{name}.h5" for name in ("gzip", "small", "tried"))
-    for file, count in ((path, SAMPLES), (small, 8), (tried, TRIED)):
+    for file, count in ((path, SAMPLES), (small, STARTED), (tried, TRIED)):
         write(file, count, "gzip")
 
     def once(kind: str, length_s: float) -> Found:
@@ -444,13 +481,19 @@ def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
             measured = child("beside", path, kind, place, length_s, 8)["epoch_s"]
         after = child("stages", tried, kind, folder)
         made = {name: (before[name] + after[name]) / 2 for name in before}
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            few = child("beside", small, kind, place, length_s, 4)["epoch_s"]
+        starts = tuple(start(kind, sum(made.values())) for _ in range(PRIMITIVES))
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=8, step_s=step_s, host_memory_bytes=1, cores=2, step_cpus=0.0,
-            disk_bytes_s=1e12, start_s=max(0.0, few - 8 * sum(made.values()) - step_s), **made,
+            disk_bytes_s=1e12, fill_start_s=statistics.fmean(starts),
+            ranges=stage_spans(before, after) | spanned(fill_start_s=starts), **made,
         )  # fmt: skip
-        return simulate(scenario).beside_s, measured, scenario.batches * step_s
+        found = simulate(scenario)
+        return found.beside_s, measured, scenario.batches * step_s, found.beside_range_s
+
+    def start(kind: str, made_s: float) -> float:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            few = child("beside", small, kind, place, 0.0, STARTED, 1)["epoch_s"]
+        return max(0.0, few - STARTED * made_s)
 
     for kind, length_s in (("grid", 20e-3), ("mlp", 20e-3), ("grid", 200e-3)):
         name = {"grid": "cheap", "mlp": "dear"}[kind]
@@ -460,15 +503,19 @@ def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         )
 
 
-def child_beside(path: str, kind: str, place: str, length_s: str, batch: str) -> dict[str, float]:
+def child_beside(
+    path: str, kind: str, place: str, length_s: str, batch: str, encode_batch: str = ""
+) -> dict[str, float]:
     """From the call of precompute to the end of the epoch."""
     source, encoder = stoker.HDF5Source(path, preset="pdebench"), make_encoder(kind)
+    together = int(encode_batch) if encode_batch else None
     make_recipe(source, encoder, dtype="float16")  # digests the file, which is not what is asked
     step = sleeping(float(length_s))
     begin = time.perf_counter()
     cache = stoker.precompute(
-        source, encoder, Path(place), name="bench", dtype="float16", workers=1, wait=False, progress=None
-    )
+        source, encoder, Path(place), name="bench", dtype="float16", workers=1, wait=False, progress=None,
+        encode_batch=together,
+    )  # fmt: skip
     for _ in stoker.Loader(cache, int(batch), shuffle=True):
         step()
     return {"epoch_s": time.perf_counter() - begin}
@@ -490,13 +537,16 @@ def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
             for name, case in cases.items():
                 taken[name].append(case())
     for name, found in taken.items():
-        predicted, measured, bare = (statistics.median(column) for column in zip(*found, strict=True))
-        errors = [p / m - 1 for p, m, _ in found]
+        predicted, measured, bare = (statistics.median(each[at] for each in found) for at in range(3))
+        errors = [p / m - 1 for p, m, *_ in found]
+        likely = [(one, m) for _, m, _, one in found if one is not None]
         rows.append(
             {
                 "part": part, "what": name, "predicted_s": round(predicted, 3), "measured_s": round(measured, 3),
                 "error": round(statistics.median(errors), 4), "bare_error": round(bare / measured - 1, 3),
                 "errors": [round(error, 3) for error in errors],
+                "within": statistics.fmean(one.low <= m <= one.high for one, m in likely) if likely else None,
+                "width": round(statistics.median(one.width / m for one, m in likely), 3) if likely else None,
             }
         )  # fmt: skip
         print(rows[-1], file=sys.stderr)
@@ -508,6 +558,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", nargs="*", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -519,7 +570,9 @@ def main() -> None:
     before = [json.loads(line) for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
     rows = before
     for part in arguments.only:
-        rows = [row for row in rows if row["part"] != part] + rows_of(part, arguments.rounds)
+        rows = [row for row in rows if row["part"] != part] + rows_of(
+            part, 1 if arguments.quick else arguments.rounds
+        )
         rows.sort(key=lambda row: [*PARTS].index(row["part"]))
         publish("simulate", rows, save=arguments.save)  # what is measured is kept if the rest is broken off
 

@@ -11,7 +11,7 @@ from stoker.extras.simulation.queues import RunTraffic, Visit, simulate_queues
 from stoker.extras.simulation.result import HEAD, cells, encoding_with, remarks
 from stoker.extras.simulation.run import hit_share, simulate
 from stoker.extras.simulation.scenario import KEYS, Scenario, parse_scenario, rate
-from stoker.plan import BatchLoad, Demand, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import BatchLoad, Demand, Interval, Rates, Resources, plan_tiers, stall_of
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
 CLUSTER = replace(  # read as a mounted folder is, byte by byte
@@ -304,3 +304,41 @@ def test_what_is_typed_wrong_is_named(words: str, said: str) -> None:
 def test_what_cannot_be_is_refused_in_words(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(CLUSTER, **changes)
+
+
+def test_times_with_ranges_give_ranges() -> None:
+    load = BatchLoad(
+        alone_s=0.004, direct_s=0.004, beside_s=0.0, alone_range=Interval(0.002, 0.008), trials=4
+    )
+    exact = replace(SMALL, served={"host": replace(load, alone_range=None)}, encode_s=0.01)
+    found = simulate(replace(exact, served={"host": load}, ranges={"encode_s": Interval(0.008, 0.02)}))
+    way = found.way("host")
+
+    assert simulate(exact).way("host").epoch_range_s is None
+    assert way.epoch_s == simulate(exact).way("host").epoch_s
+    assert way.epoch_range_s == pytest.approx((1000 * 0.022, 1000 * 0.028), rel=0.01)
+    assert way.stall_range == pytest.approx((2 / 22, 8 / 28), rel=0.01)
+    assert way.encoding_range_s is not None
+    assert way.encoding_range_s.low < way.encoding_s < way.encoding_range_s.high
+    assert way.total_range_s is not None
+    assert found.beside_range_s is not None
+    assert found.beside_range_s.low < found.beside_s < found.beside_range_s.high
+    said = found.to_json()
+    assert said["beside_range_s"] == list(found.beside_range_s)
+    assert "likely" in found.reason
+
+
+def test_a_range_of_what_is_no_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="records"):
+        replace(SMALL, ranges={"records": Interval(1, 2)})
+    with pytest.raises(ConfigError, match="step_s"):
+        replace(SMALL, ranges={"step_s": Interval(-1, 2)})
+
+
+def test_training_at_once_waits_for_the_start_of_its_own_processes() -> None:
+    given = replace(SMALL, start_s=1.0, fill_start_s=2.5, encode_s=0.001)
+
+    assert simulate(given).beside_s - simulate(replace(given, fill_start_s=None)).beside_s == pytest.approx(
+        1.5
+    )
+    assert simulate(given).encoding.seconds == simulate(replace(given, fill_start_s=None)).encoding.seconds

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import TIERS, BatchLoad, Demand, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import TIERS, BatchLoad, Demand, Interval, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan.trials import MachineUse
 
 RECORD = 1_000  # bytes; round, so that expected counts can be read off the budgets
 RATES = Rates(copy_bytes_s=1e9, disk_bytes_s=1e8, h2d_bytes_s=1e10, device_bytes_s=1e12, measured=True)
@@ -366,3 +367,73 @@ def test_tables_on_the_device_are_planned_for() -> None:
     for one, room in ((asked, 120), (demand(100, device="cuda"), 100)):
         plan = plan_tiers(one, machine(device=room, host=500), tier="device", reserve_bytes=0)
         assert counts(plan) == (100, 0, 0, 0)
+
+
+def tried(stall_s: tuple[float, float, float], *, others_cpus: float = 0.0) -> BatchLoad:
+    """A load of which a step of 20 ms was found to lose the middle one of these seconds."""
+    low, found, high = stall_s
+    return BatchLoad(
+        alone_s=4e-3,
+        direct_s=1e-4,
+        beside_s=3.9e-3,
+        at_step=(20e-3, found),
+        lost_range=Interval(low, high),
+        trials=4,
+        use=MachineUse(cpus=2.0, others_cpus=others_cpus, pressure=0.6),
+    )
+
+
+def planned(**served: BatchLoad) -> Plan:
+    return plan_tiers(demand(10), machine(host=25), step_s=20e-3, rates=Rates(served=served, measured=True))
+
+
+def test_a_plan_says_in_which_range_the_stall_of_a_run_will_lie() -> None:
+    plan = planned(host=tried((4e-4, 8e-4, 20e-4)))
+    said = plan.to_json()
+
+    assert plan.predicted_stall == said["predicted_stall"] == pytest.approx(0.8 / 20.8)
+    assert plan.predicted_stall_low == said["predicted_stall_low"] == pytest.approx(0.4 / 20.4)
+    assert plan.predicted_stall_high == said["predicted_stall_high"] == pytest.approx(2 / 22)
+    assert plan.stall_range_at(20e-3) == (plan.predicted_stall_low, plan.predicted_stall_high)
+    assert "waits 3.8 % of its time" in plan.reason
+    assert "2 to 9 % likely" in plan.reason
+    assert "wide" not in plan.reason
+
+
+def test_without_trials_a_stall_has_no_range() -> None:
+    plan = plan_tiers(demand(10), machine(host=25), step_s=20e-3)
+
+    assert plan.predicted_stall is not None
+    assert plan.predicted_stall_low is None
+    assert plan.predicted_stall_high is None
+    assert "likely" not in plan.reason
+
+
+def test_a_wide_range_is_explained_by_who_uses_the_machine() -> None:
+    busy = planned(host=tried((0.0, 3e-3, 6e-3), others_cpus=1.4)).reason
+    quiet = planned(host=tried((0.0, 3e-3, 6e-3))).reason
+
+    assert "1.4 of 2 cores" in busy
+    assert "60 %" in busy
+    assert "taskset" in busy
+    assert "no other process" in quiet
+
+
+@pytest.mark.parametrize("disk", [(0.0, 2e-4, 10e-4), (0.0, 1e-5, 2e-5), (2e-3, 3e-3, 4e-3)])
+def test_no_trial_moves_records(disk: tuple[float, float, float]) -> None:
+    """Placement follows from sizes, so that a second plan of a busy machine is the first one."""
+    plan = planned(host=tried((4e-4, 8e-4, 20e-4)), disk=tried(disk))
+
+    assert plan.records_by_tier() == {"device": 0, "host": 10, "disk": 0, "encode": 0}
+    assert plan.tier == "host"
+
+
+def test_a_slower_tier_that_waits_less_is_named_and_whether_that_is_certain() -> None:
+    host = tried((8e-4, 12e-4, 20e-4))
+    overlapping = planned(host=host, disk=tried((0.0, 6e-4, 10e-4))).reason
+    apart = planned(host=host, disk=tried((0.0, 4e-4, 6e-4))).reason
+
+    assert "ranges overlap" in overlapping
+    assert "tier=disk" not in overlapping
+    assert "disk" in apart
+    assert "overlap" not in apart

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from stoker.cli.output import plan as show_plan
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
+from stoker.plan import BatchLoad, Demand, Interval, Rates, Resources, plan_tiers
+from stoker.plan.trials import LEAST_TRIALS
+from stoker.run import plan
 from stoker.run.plan import TimedStep, _apart, served_loads
 from stoker.store import Cache, open_cache
 from stoker.store.storage import attach_mirror
@@ -42,6 +48,19 @@ def test_a_known_step_is_imitated(cache: Cache, cpus: float) -> None:
         tried_s, lost_s = load.at_step
         assert tried_s >= 3e-3
         assert lost_s >= 0
+        assert (load.lost_range is None) == (load.trials == 1)
+        if load.lost_range is not None:
+            assert load.lost_range.low <= lost_s <= load.lost_range.high
+
+
+def test_trials_from_disk_have_records_of_their_own(tmp_path: Path) -> None:
+    large = write_cache(tmp_path, trajectories(2048), timed=("latent",))
+    trials = plan._Trials(partial(Loader, large, 2, tier="disk"), range(2048), "disk")
+    parts = [trials._part(number) for number in range(LEAST_TRIALS)]
+
+    assert len(set().union(*parts)) == sum(map(len, parts))
+    few = plan._Trials(partial(Loader, large, 64, tier="disk"), range(2048), "disk")
+    assert len(few._part(0)) >= 2 * plan.LEAST_TIMED * 64
 
 
 def test_no_record_is_read_twice_where_there_are_enough() -> None:
@@ -75,3 +94,21 @@ def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, 
     assert not list(here.path.glob("shard-*"))
 
     assert set(served_loads(here, None, 8, seconds=0.05)) == {"disk", "host"}
+
+
+def test_the_table_of_a_plan_has_the_likely_range(capsys: pytest.CaptureFixture[str]) -> None:
+    load = BatchLoad(
+        alone_s=4e-3, direct_s=1e-3, beside_s=0.0, at_step=(20e-3, 1e-3), lost_range=Interval(4e-4, 2e-3)
+    )
+    demand = Demand(records=10, record_bytes=1.0, batch_examples=1, example_bytes=1.0)
+    machine = Resources(host_bytes=100, host_total_bytes=100, host_limit="made up", cpus=2.0)
+    rates = Rates(served={"host": load}, measured=True)
+    found = plan_tiers(demand, machine, step_s=20e-3, rates=rates)
+
+    show_plan(plan.PlanResult(plan=found, records=10, missing=0), Console(width=200))
+
+    shown = capsys.readouterr().out
+    host = next(line for line in shown.splitlines() if line.startswith("host"))
+    assert "4.8 %" in host
+    assert "2 to 9 %" in host
+    assert "waits 4.8 % of its time" in shown

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stoker.plan.trials import say_range
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -68,16 +69,21 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
 
 def plan(result: PlanResult, console: Console) -> None:
     """Print one table row per tier, then the reason."""
-    rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall")]
+    ranged = any(row.stall_range is not None for row in result.plan.rows)
+    likely = ("likely",) if ranged else ()
+    rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall", *likely)]
     for row in result.plan.rows:
-        figures = (
+        figures = [
             format_count(row.records) if row.records else "-",
             format_bytes(row.bytes) if row.records else "-",
             "-" if row.load_s is None else format_seconds(row.load_s),
             "-" if row.stall is None else format_percent(row.stall),
-        )
+        ]
+        if ranged:
+            said = "-" if row.stall_range is None else say_range(row.stall_range)
+            figures.append(said.removesuffix(" likely"))
         rows.append((row.tier, *figures, escape(row.note)))
-    table(console, rows, fixed=5, right=range(1, 5), gap=2)
+    table(console, rows, fixed=len(rows[0]), right=range(1, len(rows[0])), gap=2)
     console.print(escape(result.reason))
     for line in filter(None, (result.advice, result.together, result.on_gpus)):
         console.print(escape(line))

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from stoker.plan.resources import device_memory
+from stoker.plan.trials import Interval, MachineUse
 from stoker.runtime.threads import Pool, call_within
 from stoker.units import MIB
 
@@ -47,6 +48,35 @@ class BatchLoad:
     at_step: tuple[float, float] | None = None
     """Seconds of a step of its kind, and those that a batch then costs beyond it: waited for, or because who
     loads slows the step; None: not tried."""
+    lost_range: Interval | None = None
+    """Of `at_step`: the cost of a batch beyond its step that a run is likely to have; None: not known."""
+    alone_range: Interval | None = None
+    """The same of `alone_s`."""
+    trials: int = 1
+    """How often the trial was repeated that the stall is taken from."""
+    use: MachineUse | None = None
+    """Cores that other processes used meanwhile; None: not known."""
+
+    def bounds(self) -> tuple[BatchLoad, BatchLoad]:
+        """Return the least and the largest likely load; what has no range stays as it is."""
+        return self._bound(0), self._bound(1)
+
+    def _bound(self, side: int) -> BatchLoad:
+        times = 1.0
+        if self.alone_range is not None and self.alone_s > 0:
+            times = max(0.0, self.alone_range[side] / self.alone_s)
+        at_step = self.at_step
+        if at_step is not None and self.lost_range is not None:
+            at_step = (at_step[0], self.lost_range[side])
+        return replace(
+            self,
+            alone_s=times * self.alone_s,
+            direct_s=times * self.direct_s,
+            beside_s=times * self.beside_s,
+            at_step=at_step,
+            alone_range=None,
+            lost_range=None,
+        )
 
     def lost_s(self, step_s: float) -> float | None:
         """Return what a batch costs beyond steps of any length, by what was tried; None: nothing was."""

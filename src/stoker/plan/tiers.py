@@ -7,170 +7,19 @@ decision here can be tested with made-up numbers.
 
 from __future__ import annotations
 
-import functools
-import heapq
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
-
 from stoker.errors import ConfigError, ResourceError, arg
 from stoker.plan.rates import THREADS, BatchLoad, Rates
+from stoker.plan.remote import RemoteDemand
 from stoker.plan.resources import Resources
+from stoker.plan.trials import Interval, say_range, say_why_wide
 from stoker.schema import JsonResult
-from stoker.units import GIB, MIB, format_bytes, format_count, format_percent, format_seconds
-
-# ----------------------------------------------------------------------------------------------------------
-# What an epoch fetches of a set that lies elsewhere, through a local cache that is smaller than the set.
-#
-# Blocks that are needed last go first (`loader/prefetch.py`). Where each block is needed once in an epoch,
-# an epoch then fetches just what does not fit; where it is needed often, at random, it is fetched often. So
-# what decides is how many times an order comes to a block.
-
-
-NET_OF = 0.95
-"""The part of a mirror that holds blocks between clean-ups, which free a tenth of it."""
-AHEAD_OF = 0.25
-"""The part of it that what is fetched ahead of need may take."""
-TRIED_BLOCKS, TRIED_USES = 200, 16
-"""Blocks of the small set on which an order is tried, and uses of each in an epoch, at most."""
-WANTED_BLOCK_BYTES = 8 * MIB
-"""Bytes that an order should take together: few blocks are then shared by two of them."""
-WANTED_BLOCKS = 256
-"""Blocks of an order that are shuffled among themselves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteDemand:
-    """A set that lies elsewhere, and how it is served."""
-
-    url: str
-    bytes: int
-    """Of all its shards."""
-    room_bytes: int | None
-    """Limit of the local mirror; None: no limit."""
-    block_bytes: int
-    """Least bytes that are fetched together."""
-    examples: int
-    example_bytes: float
-    """Bytes that lie together and that one example takes."""
-    step_examples: int
-    """Examples of one step, over all ranks of a node."""
-    order: str = "full"
-
-    @property
-    def fits(self) -> bool:
-        """True if the local cache holds all of it."""
-        return self.room_bytes is None or self.bytes <= self.room_bytes
-
-    @property
-    def held(self) -> float:
-        """The part of the set that stays in the local cache from one epoch to the next."""
-        if self.room_bytes is None:
-            return 1.0
-        return min(1.0, self.room_bytes * NET_OF / max(1, self.bytes))
-
-    def fetched(self, order: str | None = None) -> float:
-        """Return bytes that an epoch fetches once the local cache is full, as a multiple of the set's.
-
-        Args:
-            order: Another order than it is served in.
-        """
-        if self.fits:
-            return 0.0
-        return _missed(self.held, self._uses(order or self.order))
-
-    def fetched_for(self, size: float) -> float:
-        """Return bytes that come for each `size` bytes of examples that are served."""
-        return size * self.fetched() * self.bytes / max(1.0, self.examples * self.example_bytes)
-
-    def better(self) -> str:
-        """Say which order fetches least, with numbers; empty if the gain is under a tenth of the set."""
-        spacing = self.bytes / max(1, self.examples)
-        room = self.room_bytes or self.bytes
-        together = max(self.block_bytes, min(WANTED_BLOCK_BYTES, int(room * AHEAD_OF) // WANTED_BLOCKS))
-        block = max(1, math.ceil(together / spacing))
-        window = max(1, min(WANTED_BLOCKS, int(room * AHEAD_OF / (block * spacing))))
-        order = f"block({block},{block * window})"
-        return order if self.fetched() - self.fetched(order) > 0.1 else ""
-
-    def say(self) -> str:
-        """In words, with the arithmetic."""
-        if self.fits:
-            room = "" if self.room_bytes is None else f", which has room for {format_bytes(self.room_bytes)}"
-            return f"from {self.url} through a local cache of all {format_bytes(self.bytes)}{room}"
-        assert self.room_bytes is not None
-        said = (
-            f"from {self.url} through a local cache of {format_bytes(self.room_bytes)} of "
-            f"{format_bytes(self.bytes)}: an epoch in {self.order} order fetches "
-            f"{self._times(self.fetched())}"
-        )
-        better = self.better()
-        if better:
-            said += f", shuffle={better} {self._times(self.fetched(better))}"
-        nodes = math.ceil(self.bytes / (self.room_bytes * NET_OF))
-        return f"{said}; with {nodes} nodes or more partition=static fetches nothing after the first"
-
-    def _times(self, fetched: float) -> str:
-        return f"{format_bytes(round(fetched * self.bytes))} ({fetched:.2f} of the set)"
-
-    def _uses(self, order: str) -> float:
-        """Return how many times an epoch comes to a block, apart from each other."""
-        found = re.fullmatch(r"block\((\d+),\s*(\d+)\)", order)
-        blocks, room = max(1.0, self.bytes / self.block_bytes), self.room_bytes or self.bytes
-        if found and int(found[2]) * self.bytes <= room * (1 - AHEAD_OF) * self.examples:
-            return 1 + self.block_bytes * self.examples / (int(found[1]) * self.bytes)
-        if order == "sequential":
-            return 1.0
-        touched = self.step_examples * (1 + self.example_bytes / self.block_bytes)
-        together = blocks * -math.expm1(
-            -touched / blocks
-        )  # those of one step that are in one block count once
-        return max(1.0, self.examples / self.step_examples * together / blocks)
-
-
-@functools.lru_cache(maxsize=64)
-def _missed(held: float, uses: float) -> float:
-    """Fetches per block and epoch, where `held` of the blocks are here, each used so often at random."""
-    low = min(TRIED_USES, math.floor(uses))
-    high = min(TRIED_USES, low + 1)
-    a = 1 - held if low == 1 else _tried(held, low)
-    if high == low:
-        return a / TRIED_USES * uses
-    b = _tried(held, high)
-    return a + (b - a) * (uses - low)
-
-
-def _tried(held: float, uses: int) -> float:
-    random, room = np.random.default_rng(0), max(1, round(held * TRIED_BLOCKS))
-    each = np.repeat(np.arange(TRIED_BLOCKS), uses)
-    epochs = [random.permutation(each) for _ in range(4)]
-    missed = _misses(np.concatenate(epochs).tolist(), room)
-    return sum(missed[len(each) : 3 * len(each)]) / 2 / TRIED_BLOCKS
-
-
-def _misses(uses: Sequence[int], room: int) -> list[bool]:
-    """Return which of these uses find their block gone, where the one needed last goes first."""
-    following, last = [len(uses)] * len(uses), dict[int, int]()
-    for at in range(len(uses) - 1, -1, -1):
-        following[at] = last.get(uses[at], len(uses))
-        last[uses[at]] = at
-    here: dict[int, int] = {}
-    line: list[tuple[int, int]] = []
-    missed: list[bool] = []
-    for at, block in enumerate(uses):
-        missed.append(block not in here)
-        while block not in here and len(here) >= room:
-            away, other = heapq.heappop(line)
-            if here.get(other) == -away:
-                del here[other]
-        here[block] = following[at]
-        heapq.heappush(line, (-following[at], block))
-    return missed
-
+from stoker.units import GIB, format_bytes, format_count, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
 # A plan in words: why these tiers, with the figures that decided.
@@ -286,9 +135,13 @@ def _cost(plan: Plan) -> str:
         return "the stall is not known while records are missing"
     if plan.step_s is None:
         return f"no stall (below 1 %) at steps of {format_seconds(plan.no_stall_step_s)} or longer"
-    stall = plan.stall_at(plan.step_s)
+    stall, likely = plan.stall_at(plan.step_s), plan.stall_range_at(plan.step_s)
     assert stall is not None
-    return f"stall {format_percent(stall)} at a step of {format_seconds(plan.step_s)}"
+    said = f"waits {format_percent(stall)} of its time at a step of {format_seconds(plan.step_s)}"
+    if likely is None:
+        return said
+    served = [row.served for row in plan.rows if row.records and row.served is not None]
+    return f"{said}, {say_range(likely)}{say_why_wide(likely, [load.use for load in served])}"
 
 
 def _as_well(plan: Plan) -> list[str]:
@@ -303,6 +156,30 @@ def _as_well(plan: Plan) -> list[str]:
             said.append(f"the {row.tier} tier would not stall at steps of {format_seconds(from_s)} or longer")
         elif row.stall < NO_STALL:
             said.append(f"the {row.tier} tier would stall {format_percent(row.stall)} as well")
+    return [*said, *_compared(plan, slower)]
+
+
+def _compared(plan: Plan, slower: Sequence[TierShare]) -> list[str]:
+    """Compare the tier that was chosen with slower ones that trials found to wait less.
+
+    No trial moves records: the fastest memory that has room holds them, so a plan made twice is the same.
+    Where ranges overlap, that rule decides. Where they do not, the user may name the other tier.
+    """
+    likely = None if plan.step_s is None else plan.stall_range_at(plan.step_s)
+    stall = plan.predicted_stall
+    if likely is None or stall is None:
+        return []
+    said: list[str] = []
+    for row in slower:
+        if row.stall is None or row.stall_range is None or row.stall >= stall or stall < NO_STALL:
+            continue
+        found = (
+            f"the {row.tier} tier was found to wait {format_percent(row.stall)}, {say_range(row.stall_range)}"
+        )
+        if row.stall_range.overlaps(likely):
+            said.append(f"{found}: the ranges overlap, so the faster memory is used")
+        else:
+            said.append(f"{found}, less than the {plan.tier} tier: {arg('tier', row.tier)} chooses it")
     return said
 
 
@@ -377,7 +254,7 @@ class Demand:
 class TierShare(JsonResult):
     """One row of a plan: what a tier holds, and what a batch served by it alone would cost."""
 
-    json_keys = ("tier", "records", "bytes", "load_s", "beside_s", "stall", "note")
+    json_keys = ("tier", "records", "bytes", "load_s", "beside_s", "stall", "stall_range", "note")
 
     tier: Tier
     records: int
@@ -391,6 +268,15 @@ class TierShare(JsonResult):
     note: str
     served: BatchLoad | None = None
     """Measured by serving some batches, where that was done."""
+    stall_range: Interval | None = None
+    """The stall that a run is likely to have; None: this tier was not tried with such steps."""
+
+    def wait_range_s(self, step_s: float) -> Interval | None:
+        """Return seconds that a step is likely to wait for a batch; None: it was not tried several times."""
+        if self.served is None or self.served.lost_range is None:
+            return None
+        low, high = (load.lost_s(step_s) or 0.0 for load in self.served.bounds())
+        return Interval(min(low, high), max(low, high))
 
     def beyond_s(self, step_s: float) -> float:
         """Return seconds that a batch was found to cost beyond what its load says, or below it."""
@@ -410,7 +296,8 @@ class Plan(JsonResult):
     """Records that each tier holds, and the reasons; `print` shows it as a table."""
 
     json_keys = (
-        "tiers", "bytes", "reason", "predicted_stall", "tier", "step_s", "no_stall_step_s", "rows",
+        "tiers", "bytes", "reason", "predicted_stall", "predicted_stall_low", "predicted_stall_high", "tier",
+        "step_s", "no_stall_step_s", "rows",
     )  # fmt: skip
 
     rows: tuple[TierShare, ...]
@@ -460,6 +347,38 @@ class Plan(JsonResult):
     def predicted_stall(self) -> float | None:
         """The stall to expect at the step that the plan was made with; None until one was timed."""
         return None if self.step_s is None else self.stall_at(self.step_s)
+
+    @property
+    def predicted_stall_low(self) -> float | None:
+        """The least stall of nine runs in ten; None: batches were not tried with such steps."""
+        likely = None if self.step_s is None else self.stall_range_at(self.step_s)
+        return None if likely is None else likely.low
+
+    @property
+    def predicted_stall_high(self) -> float | None:
+        """The largest stall of nine runs in ten; None: as for `predicted_stall_low`."""
+        likely = None if self.step_s is None else self.stall_range_at(self.step_s)
+        return None if likely is None else likely.high
+
+    def stall_range_at(self, step_s: float) -> Interval | None:
+        """Return the stall that a run is likely to have (90 %); None: a tier of it was not tried with steps.
+
+        Of several tiers their ranges add up, as if all were low or high together: what makes them vary is
+        mostly the machine, which they share.
+
+        Args:
+            step_s: As for `stall_at`.
+        """
+        held = [(row.wait_range_s(step_s), row.records) for row in self.rows if row.records]
+        stall = self.stall_at(step_s)
+        if not held or stall is None:
+            return None
+        total, low, high = sum(records for _, records in held), 0.0, 0.0
+        for likely, records in held:
+            if likely is None:
+                return None
+            low, high = low + likely.low * records / total, high + likely.high * records / total
+        return Interval(min(stall, _part(low, step_s)), max(stall, _part(high, step_s)))
 
     def stall_at(self, step_s: float) -> float | None:
         """Return the stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
@@ -603,7 +522,11 @@ def _row(tier: Tier, records: int, facts: PlanFacts, step_s: float | None) -> Ti
     )
     if loads is None or step_s is None:
         return row
-    return replace(row, stall=_part(_wait(*loads, step_s) + row.beyond_s(step_s), step_s))
+    stall, likely = _part(_wait(*loads, step_s) + row.beyond_s(step_s), step_s), row.wait_range_s(step_s)
+    if likely is None:
+        return replace(row, stall=stall)
+    low, high = (_part(wait_s, step_s) for wait_s in likely)
+    return replace(row, stall=stall, stall_range=Interval(min(stall, low), max(stall, high)))
 
 
 def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:

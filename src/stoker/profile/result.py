@@ -19,6 +19,7 @@ from typing import TypeAlias
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import Demand, Rates, Resources, plan_tiers
 from stoker.plan.tiers import MEMORY_GIB, known_gpu, peak_flops, say_gpus
+from stoker.plan.trials import Interval, say_range
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.runtime.threads import frame_of, start_thread
 from stoker.schema import Json, JsonResult
@@ -314,6 +315,8 @@ class TierForecast(JsonResult):
     wall_s: float
     """A step and its wait, predicted."""
     stall: float
+    stall_range: Interval | None = None
+    """The stall that nine runs in ten have; None: batches were not tried with such steps."""
     fits: bool
     why: str
 
@@ -330,7 +333,7 @@ class Profile(JsonResult):
     loop: LoopTimes
     """Measured times, in seconds for each batch: `wait_s`, `step_s`, `stall` (0 to 1) and others."""
     tiers: tuple[TierForecast, ...]
-    """For each tier in place of the loader: `wall_s` and `stall` predicted, `fits`, and `why`."""
+    """For each tier in place of the loader: `wall_s` and `stall` predicted, `stall_range`, `fits`, `why`."""
     stages: tuple[SampleStage, ...] = ()
     """Stages of making a sample, in order, each timed alone."""
     bottleneck: str
@@ -449,8 +452,18 @@ def predict(loop: LoopTimes, demand: Demand, resources: Resources, rates: Rates)
         except ResourceError as error:
             fits, why = False, str(error)
         plan = plan_tiers(demand, resources, tier="disk", step_s=step_s, rates=rates)
-        stall = next(row.stall for row in plan.rows if row.tier == tier) or 0.0
-        found.append(TierForecast(tier=tier, wall_s=step_s / (1 - stall), stall=stall, fits=fits, why=why))
+        row = next(row for row in plan.rows if row.tier == tier)
+        stall = row.stall or 0.0
+        found.append(
+            TierForecast(
+                tier=tier,
+                wall_s=step_s / (1 - stall),
+                stall=stall,
+                stall_range=row.stall_range,
+                fits=fits,
+                why=why,
+            )
+        )
     return tuple(found)
 
 
@@ -593,6 +606,8 @@ def tier_rows(profile: Profile) -> Rows:
     rows = [line("your loop", loop.wall_s, loop.stall, parts)]
     for tier in profile.tiers:
         note = tier.why if tier.fits else f"does not fit: {tier.why}"
+        if tier.stall_range is not None:
+            note = "; ".join(filter(None, (f"stall {say_range(tier.stall_range)}", note)))
         rows.append(line("no cache" if tier.tier == ENCODE else tier.tier, tier.wall_s, tier.stall, note))
     return rows
 

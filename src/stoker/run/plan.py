@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from stoker.monitor import StallMeter
 from stoker.plan import BatchLoad, Demand, Plan, RemoteDemand, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.resources import require_folder
 from stoker.plan.tiers import TIERS, GpuRow, MeasuredStall, gpu_table, over_budget, say_gpus, say_together
+from stoker.plan.trials import LEAST_TRIALS, MOST_TRIALS, Interval, UseMeter, next_interval, repeat_trial
 from stoker.run.build import CacheJob
 from stoker.run.caches import CacheLocation, locate_with_job, raw_bytes
 from stoker.run.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
@@ -196,7 +198,9 @@ def _first_steps(cache: Cache, shard: int, row: int, name: str, field: Field) ->
 SECONDS = 0.3
 """For each trial of a tier; half of it again beforehand."""
 AT_STEP_TIMES = 3
-"""The trial with steps takes so many times as long: the stall is taken from it."""
+"""The trials with steps take so many times as long together: the stall is taken from them."""
+REPEATED_TIMES = 3
+"""While trials differ they are repeated, until they have taken so many times as long."""
 UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
 """What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
 a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
@@ -260,10 +264,8 @@ def served_loads(
     for tier in tiers:
         with suppress(StokerError, OSError):
             own = [part] * 3 if tier == "host" else _apart(numbers, batch_size)
-            loaders = [
-                partial(Loader, cache, batch_size, windows=windows, tier=tier, indices=some) for some in own
-            ]
-            load = _load(loaders, tier, seconds, step)
+            make = partial(Loader, cache, batch_size, windows=windows, tier=tier)
+            load = _load(make, own, tier, seconds, step)
             if load is not None:
                 found[tier] = load
     return found
@@ -286,31 +288,118 @@ def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
 
 
 def _load(
-    loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: TimedStep | None
+    make: Callable[..., Loader],
+    own: Sequence[Sequence[int]],
+    tier: str,
+    seconds: float,
+    step: TimedStep | None,
 ) -> BatchLoad | None:
     """First without a step, then, from disk, with pauses so long that every read is over when they end, then
     with steps. None: another tier served, or passes are of one batch.
     """
-    meter = StallMeter()
-    alone_s = _serve(loaders[0](meter=meter), meter, _nothing, seconds, seconds / 2)
-    if set(meter.epoch().tiers) != {tier} or alone_s is None:
+    use = UseMeter()
+    alone = _Trials(make, own[0], tier)
+    alone_s = alone.times_s(_nothing, seconds)
+    if not alone_s:
         return None
-    direct_s = min(alone_s, HANDOVER_S)
+    mean_s = fmean(alone_s)
+    direct_s = min(mean_s, HANDOVER_S)
     if tier == "disk":
         # Idle threads are dearer to wake than ones at work, so this is not what the first part shows.
-        pauses = max(seconds, LEAST_PAUSES * 3 * alone_s)
-        _serve(loaders[1](meter=meter), meter, partial(time.sleep, 2 * alone_s), pauses, pauses / 2)
+        pauses = max(seconds, LEAST_PAUSES * 3 * mean_s)
+        meter = StallMeter()
+        loader = make(meter=meter, indices=own[1])
+        _serve(loader, meter, partial(time.sleep, 2 * mean_s), pauses, pauses / 2)
         report = meter.epoch()
-        direct_s = min(alone_s, report.wait_s / max(1, report.batches - 1))
-    at_step = None
-    if step is not None:
-        work = step.imitation()
-        step_s = _mean_s(work, seconds / 2)
-        longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step_s + alone_s))
-        batch_s = _serve(loaders[2](meter=meter), meter, work, longer, seconds / 2)
-        at_step = None if batch_s is None else (step_s, max(0.0, batch_s - step_s))
-    beside_s = alone_s - direct_s if tier == "disk" else alone_s if alone_s > direct_s else 0.0
-    return BatchLoad(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
+        direct_s = min(mean_s, report.wait_s / max(1, report.batches - 1))
+    load = BatchLoad(
+        alone_s=mean_s,
+        direct_s=direct_s,
+        beside_s=mean_s - direct_s if tier == "disk" or mean_s > direct_s else 0.0,
+        alone_range=_at_least_0(next_interval(alone_s)),
+        trials=len(alone_s),
+        use=use.read(),
+    )
+    if step is None:
+        return load
+    work = step.imitation()
+    longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step.seconds + mean_s))
+    trials = _Trials(make, own[2], tier)
+    batches_s = trials.times_s(work, longer)
+    if not batches_s:
+        return load
+    step_s = fmean(trials.steps_s)
+    return replace(
+        load,
+        at_step=(step_s, max(0.0, fmean(batches_s) - step_s)),
+        lost_range=_at_least_0(
+            next_interval([b - s for b, s in zip(batches_s, trials.steps_s, strict=True)])
+        ),
+        trials=len(batches_s),
+        use=use.read(),
+    )
+
+
+def _at_least_0(found: Interval | None) -> Interval | None:
+    """Return an interval of times, of which none is below 0."""
+    return None if found is None else Interval(max(0.0, found.low), max(0.0, found.high))
+
+
+class _Trials:
+    """The same trial again and again, each from disk over records of its own.
+
+    From memory the same loader serves all of them: filling memory again would take time, and show nothing.
+    """
+
+    def __init__(self, make: Callable[..., Loader], numbers: Sequence[int], tier: str) -> None:
+        self._make, self._numbers, self._tier = make, numbers, tier
+        self._meter = StallMeter()
+        self._loader: Loader | None = None
+        self._parts: list[Sequence[int]] = []
+        self.steps_s: list[float] = []
+        """Seconds of the step alone, of each trial."""
+
+    def times_s(self, work: Callable[[], None], seconds: float) -> list[float]:
+        """Return the mean seconds of a batch and its `work`, one of each trial.
+
+        Args:
+            work: Done after each batch.
+            seconds: Of all trials together, if no more are needed than the least.
+        """
+        each_s = seconds / LEAST_TRIALS
+
+        def once(number: int) -> float | None:
+            before_s = seconds / (2 if number == 0 else 6) / (AT_STEP_TIMES if work is not _nothing else 1)
+            least = -(-LEAST_TIMED // LEAST_TRIALS)
+            found_s = _serve(self._next(number), self._meter, work, each_s, before_s, least)
+            # While memory is being filled, another tier serves: that says nothing of this one.
+            if found_s is None or set(self._meter.epoch().tiers) != {self._tier}:
+                return None
+            if work is not _nothing:  # with each trial, since what slows batches slows steps too
+                self.steps_s.append(_mean_s(work, each_s / 4))
+            return found_s
+
+        return repeat_trial(once, REPEATED_TIMES * seconds)
+
+    def _next(self, number: int) -> Loader:
+        if self._tier != "disk" and self._loader is not None:
+            return self._loader
+        self._loader = self._make(meter=self._meter, indices=self._part(number))
+        return self._loader
+
+    def _part(self, number: int) -> Sequence[int]:
+        """Return the records of one trial: parts by runs of neighbors, as long as each has enough batches."""
+        if self._tier != "disk":
+            return self._numbers
+        if not self._parts:
+            whole = self._make(indices=self._numbers)
+            count = max(
+                1, min(MOST_TRIALS, len(whole) // (2 * LEAST_TIMED), len(self._numbers) // NEIGHBOURS)
+            )
+            whose = np.arange(len(self._numbers)) // NEIGHBOURS % count
+            of = np.asarray(self._numbers)
+            self._parts = [of[whose == part].tolist() for part in range(count)]
+        return self._parts[number % len(self._parts)]
 
 
 def _nothing() -> None:
@@ -328,10 +417,15 @@ def _mean_s(work: Callable[[], None], seconds: float) -> float:
 
 
 def _serve(
-    loader: Loader, meter: StallMeter, work: Callable[[], None], seconds: float, before_s: float
+    loader: Loader,
+    meter: StallMeter,
+    work: Callable[[], None],
+    seconds: float,
+    before_s: float,
+    least: int = LEAST_TIMED,
 ) -> float | None:
     """Serve for `before_s`, until memory is filled and enough is read ahead; then time a batch and its `work`
-    for `seconds`.
+    for `seconds`, and at least so many.
 
     From disk no longer than one pass, if that is long enough: the next one would find its records in memory.
     """
@@ -339,7 +433,7 @@ def _serve(
     times_s: list[float] = []
     early = len(loader) // 6 if loader.plan.tier == "disk" else len(loader) + 1
     most_s = before_s + seconds
-    while spent_s < most_s and not (early < len(loader) and len(times_s) >= LEAST_TIMED):
+    while spent_s < most_s and not (early < len(loader) and len(times_s) >= least):
         last_s = 0.0
         for number, _ in enumerate(loader):
             work()
@@ -350,7 +444,7 @@ def _serve(
             if not counted and (spent_s >= before_s or number >= early):
                 meter.reset()
                 counted = True
-            if spent_s >= most_s and (len(times_s) >= LEAST_TIMED or spent_s >= 4 * most_s):
+            if spent_s >= most_s and (len(times_s) >= least or (times_s and spent_s >= 4 * most_s)):
                 break
     return _typical_s(times_s) if times_s else None
 
@@ -362,7 +456,7 @@ def _typical_s(times_s: Sequence[float]) -> float:
     0.0031
     """
     most_s = max(UNUSUAL_TIMES * statistics.median(times_s), UNUSUAL_S)
-    return statistics.fmean(min(time_s, most_s) for time_s in times_s)
+    return fmean(min(time_s, most_s) for time_s in times_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,18 +631,24 @@ class TaskPlans:
     def to_json(self) -> dict[str, Json]:
         """Return the keys of one plan, summed over the tasks, and each task's own below `tasks`."""
         results = self.tasks.values()
-        stalls = [one.plan.predicted_stall for one in results]
-        known = [stall for stall in stalls if stall is not None]
+        plans = [one.plan for one in results]
         return {
             "tiers": {tier: sum(one.plan.tiers[tier] for one in results) for tier in TIERS},
             "bytes": sum(one.plan.bytes for one in results),
             "reason": "; ".join(f"{task}: {one.reason}" for task, one in self.tasks.items()),
             # The steps of the task that waits longest decide; unknown until all are known.
-            "predicted_stall": max(known) if len(known) == len(stalls) else None,
+            "predicted_stall": _largest([plan.predicted_stall for plan in plans]),
+            "predicted_stall_low": _largest([plan.predicted_stall_low for plan in plans]),
+            "predicted_stall_high": _largest([plan.predicted_stall_high for plan in plans]),
             "records": sum(one.records for one in results),
             "missing": sum(one.missing for one in results),
             "tasks": as_json(self.tasks),
         }
+
+
+def _largest(stalls: Sequence[float | None]) -> float | None:
+    known = [stall for stall in stalls if stall is not None]
+    return max(known) if known and len(known) == len(stalls) else None
 
 
 def plan_tasks(run: Run) -> TaskPlans:

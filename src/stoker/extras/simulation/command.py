@@ -23,6 +23,8 @@ from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.extras.simulation.result import Simulation
+    from stoker.plan.trials import Interval
+    from stoker.precompute.measure import Trial
     from stoker.run.build import CacheJob
     from stoker.run.caches import CacheLocation
     from stoker.run.context import Run
@@ -115,6 +117,7 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
 
     `given` are keys that need not be found out: their values win anyway.
     """
+    from stoker.extras.simulation.scenario import KEYS
     from stoker.plan import probe
     from stoker.run.caches import locate_with_job
     from stoker.run.context import batch_examples, last_step_s
@@ -143,8 +146,10 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
     if job is not None:
         known["raw_bytes"] = float(sum(field.size_bytes() for field in job.source.schema().values()))
         if not {"encode", "read", "write"} <= given:
-            tried, count = _measure_stages(run, job, located)
+            tried, ranges, count = _measure_stages(run, job, located)
             known |= tried
+            left_out = {KEYS[key][0] for key in given if key in KEYS}
+            known["ranges"] = {name: likely for name, likely in ranges.items() if name not in left_out}
             said = ", ".join(f"{name[:-2]}={format_seconds(value)}" for name, value in tried.items())
             notes.append(f"{said}, of {format_count(count)} samples here")
     if located.cache is not None and not located.missing and "gpu_memory" not in given:
@@ -166,8 +171,13 @@ def _examples_of_one(run: Run, schema: Schema) -> int:
     return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
 
 
-def _measure_stages(run: Run, job: CacheJob, located: CacheLocation) -> tuple[dict[str, float], int]:
-    """Return seconds to read, encode and write a sample, each stage alone, and how many were tried."""
+def _measure_stages(
+    run: Run, job: CacheJob, located: CacheLocation
+) -> tuple[dict[str, float], dict[str, Interval], int]:
+    """Return seconds to read, encode and write a sample, their ranges, and how many samples were tried.
+
+    Each stage is timed alone.
+    """
     from stoker.plan.resources import find_obstacle
     from stoker.precompute.measure import Trial, try_stages
     from stoker.run.precompute import settings_of
@@ -187,4 +197,25 @@ def _measure_stages(run: Run, job: CacheJob, located: CacheLocation) -> tuple[di
         "encode_s": trial.encode_s,
         "write_s": trial.writes_s / max(1, trial.records),
     }
-    return found, trial.records
+    return found, stage_ranges(trial), trial.records
+
+
+STRETCHES = 5
+"""Into which the samples of a trial are cut: the mean of each counts as one result."""
+
+
+def stage_ranges(trial: Trial) -> dict[str, Interval]:
+    """Return the likely seconds of reading and encoding a sample, from stretches of one trial."""
+    from stoker.plan.trials import Interval, next_interval
+
+    reads = list((trial.reads_s or trial.opens_s).values())
+    calls = trial.encodes_s[-(-len(trial.encodes_s) // 4) :]
+    encodes = [seconds / samples for seconds, samples in calls if samples]
+    found: dict[str, Interval] = {}
+    for name, each in (("read_s", reads), ("encode_s", encodes)):
+        size = len(each) // STRETCHES
+        means = [fmean(each[at * size : (at + 1) * size]) for at in range(STRETCHES)] if size else []
+        likely = next_interval(means)
+        if likely is not None:
+            found[name] = Interval(max(0.0, likely.low), likely.high)
+    return found

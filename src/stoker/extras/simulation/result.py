@@ -12,8 +12,9 @@ from typing import Any, TypedDict
 from stoker.extras.simulation.queues import BatchCost, QueueTimes
 from stoker.extras.simulation.scenario import Scenario
 from stoker.plan.tiers import NO_STALL
+from stoker.plan.trials import Interval, say_range
 from stoker.runtime.files import replace_atomically
-from stoker.schema import Json
+from stoker.schema import Json, as_json
 from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ def beside_s(scenario: Scenario, encoding: EncodingEstimate, steps_s: float) -> 
         shared_s = stages["cores"] + steps_s * one.busy_cores * one.gpus / one.node_cores
     else:
         shared_s = stages["encoder"] + steps_s
-    return one.start_s + max(shared_s, steps_s, *stages.values())
+    start_s = one.start_s if one.fill_start_s is None else one.fill_start_s
+    return start_s + max(shared_s, steps_s, *stages.values())
 
 
 def encodings(scenario: Scenario) -> tuple[EncodingEstimate, ...]:
@@ -161,6 +163,12 @@ class Way:
     """Of one with all of them filled."""
     stall: float = 0.0
     """Part of a later epoch that steps wait for data, 0..1, against the same steps without loading."""
+    encoding_range_s: Interval | None = None
+    epoch_range_s: Interval | None = None
+    total_range_s: Interval | None = None
+    stall_range: Interval | None = None
+    """Likely values of the four: from all times at their least, to all at their largest. None: no time of the
+    scenario has a range."""
     first_node_bytes: float = 0.0
     first_bytes: float = 0.0
     """Read from the place of the records in the first epoch, by one node and by all; without precompute."""
@@ -205,6 +213,8 @@ class Simulation:
     """The estimate that the ways use."""
     beside_s: float
     """Seconds of the first epoch where training starts at once and encoding continues during it."""
+    beside_range_s: Interval | None = None
+    """The least and the largest that are likely; None: as for those of ways."""
     ways: tuple[Way, ...]
     fastest: str
     """Name of the way that is over first; empty where none fits."""
@@ -226,6 +236,7 @@ class Simulation:
             "encodings": [one.to_json() for one in self.encodings],
             "encoding": self.encoding.to_json(),
             "beside_s": self.beside_s,
+            "beside_range_s": as_json(self.beside_range_s),
             "ways": [{**asdict(one), "fits": one.fits} for one in self.ways],
             "fastest": self.fastest,
             "cheapest": self.cheapest,
@@ -323,6 +334,16 @@ def choose_way(scenario: Scenario, ways: Sequence[Way]) -> Advice:
     said += [f"what does not fit: {', '.join(refused)}"] if refused else []
     alike = [way.name for way in able if way is not quick and way.total_s <= 1.01 * quick.total_s]
     said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
+    if (likely := quick.total_range_s) is not None:
+        said.append(f"likely {format_seconds(likely.low)} to {format_seconds(likely.high)}")
+        unclear = [
+            way.name
+            for way in able
+            if way.name not in (quick.name, *alike)
+            and way.total_range_s is not None
+            and way.total_range_s.overlaps(likely)
+        ]
+        said += [f"may be as fast, since their ranges overlap: {', '.join(unclear)}"] if unclear else []
     if scenario.prices.node_hour is None:
         said.append("no price given: price_node_hour=, price_gb_month= and price_gb_read= say what it costs")
         return Advice(fastest=quick.name, cheapest="", reason="; ".join(said))
@@ -380,7 +401,9 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.first_epoch_s),
         _filled(way),
         format_seconds(way.epoch_s),
-        format_percent(way.stall),
+        format_percent(way.stall)
+        if way.stall_range is None
+        else f"{format_percent(way.stall)}, {say_range(way.stall_range).removesuffix(' likely')}",
         format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
         ", ".join(memory) or "-",
         format_seconds(way.total_s),

@@ -33,6 +33,7 @@ from stoker.extras.simulation.result import (
 )
 from stoker.extras.simulation.scenario import Order, Scenario
 from stoker.plan.tiers import Plan
+from stoker.plan.trials import Interval
 from stoker.units import format_bytes, format_count, format_percent
 
 # ----------------------------------------------------------------------------------------------------------
@@ -218,14 +219,45 @@ def simulate(scenario: Scenario) -> Simulation:
             continue
         if kept is not None:
             ways.append(_way(scenario, (name, what), kept, None if name == "encode" else encoding, base))
-    return Simulation(
+    steps_s = scenario.batches * base.period_s
+    found = Simulation(
         scenario=scenario,
         encodings=tried,
         encoding=encoding,
-        beside_s=beside_s(scenario, encoding, scenario.batches * base.period_s),
+        beside_s=beside_s(scenario, encoding, steps_s),
         ways=tuple(ways),
         taken=list_defaults(scenario),
         **choose_way(scenario, ways),
+    )
+    bounds = scenario.bounds()
+    return found if bounds is None else _with_ranges(found, *map(simulate, bounds))
+
+
+def _with_ranges(found: Simulation, low: Simulation, high: Simulation) -> Simulation:
+    """Return a simulation with the ranges that its least and its largest times give."""
+
+    def likely(now: float, one: float, other: float) -> Interval:
+        return Interval(min(now, one, other), max(now, one, other))
+
+    ways: list[Way] = []
+    for way in found.ways:
+        one, other = low.way(way.name), high.way(way.name)
+        ways.append(
+            replace(
+                way,
+                encoding_range_s=likely(way.encoding_s, one.encoding_s, other.encoding_s),
+                epoch_range_s=likely(way.epoch_s, one.epoch_s, other.epoch_s),
+                total_range_s=likely(way.total_s, one.total_s, other.total_s),
+                stall_range=likely(way.stall, one.stall, other.stall),
+            )
+            if way.fits
+            else way
+        )
+    return replace(
+        found,
+        ways=tuple(ways),
+        beside_range_s=likely(found.beside_s, low.beside_s, high.beside_s),
+        **choose_way(found.scenario, ways),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
 from stoker.plan.rates import BatchLoad, Rates
+from stoker.plan.trials import Interval
 from stoker.units import SIZES, TIMES
 
 Order: TypeAlias = Literal["full", "block", "static"]
@@ -30,6 +31,8 @@ ABOVE_0 = (
     "copy_bytes_s", "h2d_bytes_s", "device_bytes_s",
 )  # fmt: skip
 """By which something is divided."""
+RANGED = ("step_s", "sync_s", "encode_s", "read_s", "write_s", "start_s", "fill_start_s")
+"""Times that may have a range."""
 MOST: Mapping[str, float] = {"records": 1e12, "examples": 1e12, "epochs": 1e6, "depth": 1e3, "cores": 1e5}
 MOST_OF_ANY, MOST_RANKS = 1e15, 16_384
 """Beyond these a figure is a slip; so many ranks take minutes to go through."""
@@ -120,6 +123,9 @@ class Scenario:
     """Encoders in all, one a rank; None: each number from 1 to all ranks is tried, and the quickest taken."""
     start_s: float = 0.0
     """From the start of a process to its first read: imports, weights."""
+    fill_start_s: float | None = None
+    """The same where training starts at once. The process that fills the cache imports torch, then, for more
+    than a few encode batches, the one that encodes. None: `start_s`."""
 
     examples: int | None = None
     """Examples of an epoch; None: one for each record."""
@@ -143,7 +149,25 @@ class Scenario:
     fixed_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per tier the part of what a step waits for in any case that is of a batch, not of its examples: threads
     that are woken. It is the same for a batch of which only a part comes from there."""
+    ranges: Mapping[str, Interval] = field(default_factory=dict[str, Interval])
+    """By time of this scenario (`step_s`, `read_s`, ...) the least and the largest that are likely. Loads in
+    `served` have their own."""
     prices: Prices = field(default_factory=Prices)
+
+    def bounds(self) -> tuple[Scenario, Scenario] | None:
+        """Return this run with the least likely times, and with the largest; None: no range is known."""
+        if not self.ranges and not any(load.alone_range for load in self.served.values()):
+            return None
+        low, high = (
+            replace(
+                self,
+                served={tier: load.bounds()[side] for tier, load in self.served.items()},
+                ranges={},
+                **{name: likely[side] for name, likely in self.ranges.items()},
+            )
+            for side in (0, 1)
+        )
+        return low, high
 
     def __post_init__(self) -> None:
         """Refuse what means nothing.
@@ -153,6 +177,11 @@ class Scenario:
         """
         for one in fields(self):
             _check(one.name, getattr(self, one.name))
+        for name, likely in self.ranges.items():
+            if name not in RANGED:
+                raise ConfigError(f"{name} has no range", hint=f"Expected one of {', '.join(RANGED)}")
+            for bound in likely:
+                _check(name, bound)
         if self.world_size > MOST_RANKS:
             raise ConfigError(
                 f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world_size:,} ranks",
@@ -408,6 +437,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
     "workers": ("workers", count, "processes that read, for each encoder"),
     "encoders": ("encoders", count, "in all; left out: 1 to all ranks are tried"),
     "start": ("start_s", seconds, "of a process until its first read"),
+    "fill_start": ("fill_start_s", seconds, "the same where training starts at once"),
     "batch": ("batch", count, "examples of one rank"),
     "examples": ("examples", count, "of an epoch"),
     "example_bytes": ("example_bytes", size, "that one takes out of a record"),
