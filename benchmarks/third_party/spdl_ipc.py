@@ -52,7 +52,7 @@ def main() -> None:
     sys.path.insert(0, str(given.original / "examples"))
     import benchmark_ipc_dataloader as module
 
-    sizes, counts, runs = ((4,), (1, 2), 1) if given.quick else ((16, 128), (1, 2, 4), 3)
+    sizes, counts, runs = ((4,), (1, 2), 1) if given.quick else ((16, 128), (1, 2, 4), 2)
     loader, context = module.DataLoader, multiprocessing.get_context("spawn")
     cache = given.work / "strings-cache"
     shutil.rmtree(cache, ignore_errors=True)
