@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -230,3 +231,83 @@ def test_the_packing_benchmark_compares_with_first_fit(tmp_path: Path) -> None:
 
     assert rows["stoker"]["used"] > rows["first fit"]["used"] > rows["next fit"]["used"]
     assert rows["stoker, 8 ranks"]["batches"] - rows["stoker"]["batches"] < 8
+
+
+THIRD_PARTY = ROOT / "benchmarks" / "third_party"
+
+
+def originals() -> Any:
+    """The table of benchmarks that others wrote."""
+    spec = importlib.util.spec_from_file_location("originals", THIRD_PARTY / "originals.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["originals"] = module
+    spec.loader.exec_module(module)
+    return module.ORIGINALS
+
+
+def test_each_benchmark_of_others_has_an_adapter_that_compiles_and_a_line_in_the_readme() -> None:
+    readme = (THIRD_PARTY / "README.md").read_text()
+
+    for name, original in originals().items():
+        adapter = THIRD_PARTY / f"{name}.py"
+        assert compile(adapter.read_text(), adapter, "exec")
+        line = next(line for line in readme.splitlines() if line.startswith(f"| `{name}.py`"))
+        assert original.url in line
+        assert original.revision[:7] in line
+        assert f"run.py {name} " in line
+
+
+@pytest.mark.parametrize("name", ["spdl_ipc", "torch_dataloader"])
+def test_an_adapter_says_how_to_use_it_without_the_original(tmp_path: Path, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, THIRD_PARTY / f"{name}.py", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--original" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_original_that_somebody_changed_is_named_in_the_results(tmp_path: Path) -> None:
+    original = originals()["spdl_ipc"]
+    main = tmp_path / original.main
+    main.parent.mkdir()
+    main.write_text("changed")
+    code = "import pathlib, shared, sys; print(shared.state_of('spdl_ipc', pathlib.Path(sys.argv[1])))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        cwd=THIRD_PARTY,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert "modified: sha256" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_command_runs_with_a_memory_limit_or_the_reason_is_told(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from memory_limit import memory_group, run_in
+with memory_group(200 << 20) as group:
+    if isinstance(group, str):
+        print("no group", group)
+        sys.exit()
+    word = "bytearray(400 << 20).count(1)"
+    print(run_in(group, [sys.executable, "-c", word], os.environ).returncode, group.exists())
+print(group.exists())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=THIRD_PARTY, capture_output=True, text=True, timeout=100
+    )
+
+    assert done.stdout.startswith("no group no limit:") or done.stdout.split() == ["-9", "True", "False"]

@@ -238,3 +238,33 @@ def test_a_large_record_is_compared_piece_by_piece_as_it_is_read(
     if verify == "always":
         with pytest.raises(CorruptError, match=r"'bag' of sample 0"):
             list(loader)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "most"), [(1 << 30, 5), (1, 2)], ids=["small batches", "batches beyond it"]
+)
+def test_batches_that_come_late_are_read_further_ahead_only_while_they_fit_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, most: int
+) -> None:
+    cache = write_cache(tmp_path, {"x": torch.arange(48.0).reshape(24, 2)})
+    monkeypatch.setattr(disk, "PREFETCH_BYTES", limit_bytes)
+    monkeypatch.setattr(disk.PendingBatch, "ready", lambda _: False)
+    held = [0]
+    seen: list[int] = []
+    begin, finish = disk.DiskBatches.begin, disk.DiskBatches.finish
+
+    def counted_begin(*words: Any) -> disk.PendingBatch:
+        held[0] += 1
+        seen.append(held[0])
+        return begin(*words)
+
+    def counted_finish(*words: Any) -> list[Any]:
+        held[0] -= 1
+        return finish(*words)
+
+    monkeypatch.setattr(disk.DiskBatches, "begin", counted_begin)
+    monkeypatch.setattr(disk.DiskBatches, "finish", counted_finish)
+
+    assert sum(len(batch["index"]) for batch in Loader(cache, 2, tier="disk")) == 24
+
+    assert max(seen) == most

@@ -479,3 +479,19 @@ def test_a_dataset_of_a_script_is_the_same_in_another_process(tmp_path: Path) ->
     )
 
     assert forked.run([sys.executable, str(script)], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("fraction", [1.5, 0.25])
+@pytest.mark.parametrize("value", [b"", b"a", b"/data/train/0001.jpg" * 40], ids=["none", "one", "many"])
+def test_short_bytes_have_the_key_that_an_array_of_them_has(value: bytes, fraction: float) -> None:
+    array = np.asarray(memoryview(value))
+
+    assert torch_identity.digest_bytes(value, fraction) == torch_identity.digest_array(array, fraction)
+
+
+def test_a_changed_byte_string_in_a_long_list_changes_the_key() -> None:
+    files = [b"%d.jpg" % number for number in range(500)]
+
+    found = [torch_identity.describe(Holder([*files, last])).held["held"] for last in (b"x", b"y", b"x")]
+
+    assert found[0] == found[2] != found[1]

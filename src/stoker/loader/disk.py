@@ -58,6 +58,8 @@ READ_TIMEOUT_S = 60.0
 """Seconds that a batch may take to be read."""
 MAX_PREFETCH = 4
 """Batches read ahead at most; it starts with one, and one more whenever a batch was not ready in time."""
+PREFETCH_BYTES = 1024 * MIB
+"""Bytes of batches that may be read ahead. Larger batches are read ahead one at a time, to save memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,11 @@ class FieldViews:
         """Refer to no memory but this one."""
         if self._kept is not None and self._kept[0] is not memory:
             self._kept = None
+
+
+def _bytes_in(values: Sequence[Any]) -> int:
+    """Return the bytes of a batch: per output a tensor, or a list of tensors."""
+    return sum(one.nbytes for value in values for one in (value if isinstance(value, list) else (value,)))
 
 
 class DiskBatches:
@@ -157,9 +164,14 @@ class DiskBatches:
                 following += 1
             pending = line.popleft()
             # No step ran before the first batch of a chunk, so that one says nothing about the depth.
-            if not pending.ready() and current:
-                self._depth = min(MAX_PREFETCH, self._depth + 1)
+            late = current > 0 and not pending.ready()
             values = self.finish(pending, self._meter)
+            if (
+                late
+                and self._depth < MAX_PREFETCH
+                and (self._depth + 1) * _bytes_in(values) <= PREFETCH_BYTES
+            ):
+                self._depth += 1
             for i, (output, convert) in enumerate(zip(self._outputs, self._converters, strict=True)):
                 if convert is not None:
                     values[i] = [*map(convert, values[i])] if output.ragged else convert(values[i])

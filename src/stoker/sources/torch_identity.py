@@ -91,6 +91,15 @@ def digest_array(array: Any, fraction: float) -> str:
     return digest.hexdigest()
 
 
+def digest_bytes(value: bytes, fraction: float) -> str:
+    """Return what `digest_array` returns for an array of at most one block, in a tenth of the time: a Dataset
+    may hold millions of short ones.
+    """
+    digest = xxhash.xxh3_128(f"uint8 ({len(value)},) [0] {min(fraction, 1.0)}".encode())
+    digest.update(value)
+    return digest.hexdigest()
+
+
 def _memory_order(array: Any) -> list[int]:
     """Axes from the slowest in memory to the fastest, so that a transposed array is read in one go."""
     strides = array.strides if isinstance(array, np.ndarray) else array.stride()
@@ -184,25 +193,30 @@ def held_paths(dataset: object) -> list[Path]:
 
 
 def _digest_held(walk: _Walk, found: Description) -> None:
-    total = sum(token.nbytes for tokens in walk.held.values() for token in tokens if _is_array(token))
+    total = sum(_nbytes(token) for tokens in walk.held.values() for token in tokens)
     if total > LIMIT_BYTES:
         found.unseen.append(f"{format_bytes(LIMIT_BYTES)} out of {format_bytes(total)} held in memory")
+    fraction = LIMIT_BYTES / max(1, total)
     places = {path: place for place, path in enumerate(sorted(walk.paths))}  # the same wherever they are
     for name, tokens in walk.held.items():
         digest = hashlib.sha256()
         for token in tokens:
             if isinstance(token, Path):
                 text = f"path {places[token]}"
+            elif isinstance(token, bytes):
+                text = digest_bytes(token, fraction)
             else:
-                text = token if isinstance(token, str) else digest_array(token, LIMIT_BYTES / max(1, total))
+                text = token if isinstance(token, str) else digest_array(token, fraction)
             data = text.encode(errors="surrogatepass")
             digest.update(f"{len(data)}:".encode() + data)
         found.held[name] = digest.hexdigest()
     found.unseen.extend(f"{name} is a {kind}" for name, kind in walk.unseen.items())
 
 
-def _is_array(token: Any) -> bool:
-    return not isinstance(token, str | Path)
+def _nbytes(token: Any) -> int:
+    if isinstance(token, bytes):
+        return len(token)
+    return 0 if isinstance(token, str | Path) else token.nbytes
 
 
 def _stat_digest(root: Path, files: Iterable[Path]) -> str:
@@ -252,9 +266,12 @@ class _Walk:
             self._depth -= 1
 
     def _look_inside(self, value: Any) -> None:
+        if type(value) is bytes and len(value) <= _BLOCK_BYTES:
+            self._tokens.append(value)
+            return
         array = plain_array(value)
         if isinstance(array, tuple):
-            self._items(f"sparse {tuple(value.shape)}", cast("tuple[Any, ...]", array))
+            self._items(f"sparse {tuple(cast('Any', value).shape)}", cast("tuple[Any, ...]", array))
         elif array is not None:
             self._array(array)
         elif isinstance(value, type):
