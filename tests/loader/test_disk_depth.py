@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError
-from stoker.loader import Loader, Windows, record_reads
+from stoker.loader import Loader, Windows, disk, record_reads
 from stoker.runtime import files
 from stoker.store import Cache
 from stoker.store.format import LocalFile
