@@ -21,7 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.plan.trials import say_range
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
 
 def plan(result: PlanResult, console: Console) -> None:
     """Print one table row per tier, then the reason."""
+    from stoker.plan.trials import say_range
+
     ranged = any(row.stall_range is not None for row in result.plan.rows)
     likely = ("likely",) if ranged else ()
     rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall", *likely)]
