@@ -174,6 +174,13 @@ def test_on_a_cpu_the_reserve_is_of_host_memory() -> None:
     assert counts(plan) == (0, 19, 81, 0)
 
 
+def test_large_batches_are_left_room_in_host_memory() -> None:
+    """Else what holds the records, and the batches that are made of them, are more than there is."""
+    plan = plan_tiers(demand(100, batch_examples=4, example_bytes=RECORD), machine(host=25))
+
+    assert counts(plan) == (0, 13, 87, 0)
+
+
 def test_records_of_no_size_fit_anywhere() -> None:
     assert counts(plan_tiers(demand(5, record_bytes=0), machine(host=0))) == (0, 5, 0, 0)
 
