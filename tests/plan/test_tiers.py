@@ -243,7 +243,8 @@ def test_without_a_second_core_every_load_is_waited_for() -> None:
 
 def test_a_mixed_batch_loads_in_proportion() -> None:
     """Half of each batch from the host, half from disk: half of either's time."""
-    plan = plan_tiers(demand(40, example_bytes=1e6), machine(host=25), rates=RATES)
+    large = demand(40, example_bytes=1e6)
+    plan = plan_tiers(large, machine(host=25), rates=RATES, reserve_bytes=5 * RECORD)
     host, disk = plan.rows[1:3]
     assert host.direct_s is not None
     direct_s = host.direct_s

@@ -190,8 +190,8 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 HOST_RESERVE = 0.2
 """Part of usable host memory left to everything else (the model on a CPU, other programs)."""
 BATCHES_AT_ONCE = 3
-"""Batches of host memory that are left room for at least: in the step, made next, and read ahead. More are read
-ahead only while they are small (`loader.disk.PREFETCH_BYTES`)."""
+"""Batches that are left room for in host memory at least: in the step, made next, and read ahead. More are
+read ahead only while they are small (`loader.disk.PREFETCH_BYTES`)."""
 DEVICE_RESERVE = 0.02
 """Part of a GPU's memory left free once steps have shown what the model takes."""
 DEVICE_RESERVE_UNSEEN = 0.5
