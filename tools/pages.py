@@ -59,6 +59,7 @@ TITLE = re.compile(r"title=\"(?P<title>[^\"]+)\"")
 STEERING = re.compile(r"^<!-- run: (?P<word>\w+) ?(?P<more>.*?)(?P<closed> ?-->)?$")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?P<target>[^)#\s]+)")
 MASKS = (
+    (re.compile(r"(?<=s) \(\d+:\d\d:\d\d\)"), ""),  # pytest, after a minute
     (re.compile(r"\d+\.\d+(?:e[+-]?\d+)?"), "0"),
     (re.compile(r"\b[0-9a-f]{7,64}\b"), "HEX"),
     (re.compile(r"\d[\d,.:]*(?:e[+-]?\d+)?"), "0"),
