@@ -174,13 +174,6 @@ def test_on_a_cpu_the_reserve_is_of_host_memory() -> None:
     assert counts(plan) == (0, 19, 81, 0)
 
 
-def test_large_batches_are_left_room_in_host_memory() -> None:
-    """Else what holds the records, and the batches that are made of them, are more than there is."""
-    plan = plan_tiers(demand(100, batch_examples=4, example_bytes=RECORD), machine(host=25))
-
-    assert counts(plan) == (0, 13, 87, 0)
-
-
 def test_records_of_no_size_fit_anywhere() -> None:
     assert counts(plan_tiers(demand(5, record_bytes=0), machine(host=0))) == (0, 5, 0, 0)
 
@@ -243,8 +236,7 @@ def test_without_a_second_core_every_load_is_waited_for() -> None:
 
 def test_a_mixed_batch_loads_in_proportion() -> None:
     """Half of each batch from the host, half from disk: half of either's time."""
-    large = demand(40, example_bytes=1e6)
-    plan = plan_tiers(large, machine(host=25), rates=RATES, reserve_bytes=5 * RECORD)
+    plan = plan_tiers(demand(40, example_bytes=1e6), machine(host=25), rates=RATES)
     host, disk = plan.rows[1:3]
     assert host.direct_s is not None
     direct_s = host.direct_s

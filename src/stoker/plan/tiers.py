@@ -189,9 +189,6 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 
 HOST_RESERVE = 0.2
 """Part of usable host memory left to everything else (the model on a CPU, other programs)."""
-BATCHES_AT_ONCE = 3
-"""Batches that are left room for in host memory at least: in the step, made next, and read ahead. More are
-read ahead only while they are small (`loader.disk.PREFETCH_BYTES`)."""
 DEVICE_RESERVE = 0.02
 """Part of a GPU's memory left free once steps have shown what the model takes."""
 DEVICE_RESERVE_UNSEEN = 0.5
@@ -478,7 +475,7 @@ def reserves_of(
     seen = step_s is not None or tier == "device" or peak is not None
     device = int(resources.device_total_bytes * (DEVICE_RESERVE if seen else DEVICE_RESERVE_UNSEEN))
     device += peak or 0
-    host = int(max(resources.host_bytes * HOST_RESERVE, BATCHES_AT_ONCE * demand.batch_bytes))
+    host = int(resources.host_bytes * HOST_RESERVE)
     if reserve_bytes is not None and demand.on_cpu:
         host = reserve_bytes
     elif reserve_bytes is not None:
