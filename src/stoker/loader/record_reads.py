@@ -135,6 +135,8 @@ is in the page cache around them, made batches up to twice as long.
 
 Source: docs/design/026-plan-against-measured.md.
 """
+SCRATCH_BYTES = 8192 * KIB
+"""Bytes of blocks that are held together to take steps out of them."""
 JOINED_BYTES = 256 * KIB
 """Most bytes to read in one call from records next to each other on disk.
 
@@ -287,6 +289,14 @@ class PieceReader:
         self._sizes = [output.example_bytes for output in outputs]
         self._runs = plan_runs(schema, outputs)
         self._step_bytes = {run.field: schema[run.field].row_bytes for run in self._runs}
+        self._rooms = {
+            run: max(
+                1,
+                (run.stop - run.first + 2 * rows_per_block(schema[run.field])) * schema[run.field].row_bytes,
+            )
+            for run in self._runs
+        }
+        """Bytes that are read for an example at most: its steps, in complete blocks of sums."""
         runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
         self._blocks = {
             i: rows_per_block(schema[output.field])
@@ -321,8 +331,11 @@ class PieceReader:
                         done[i], slow = self._read_together(cache, some, i, wanted, verify)
                         waited += slow
                 for run in self._runs:
-                    done[run], slow = self._read_steps(cache, some, run, wanted, verify)
-                    waited += slow
+                    each = max(1, SCRATCH_BYTES // self._rooms[run])
+                    parts = [some[at : at + each] for at in range(0, len(some), each)]
+                    found = [self._read_steps(cache, part, run, wanted, verify) for part in parts]
+                    done[run] = np.concatenate([there for there, _ in found])
+                    waited += sum(slow for _, slow in found)
             if not self._blocks and len(done) == self._kinds and all(map(np.all, done.values())):
                 continue
             reads = self._reads(cache, some, wanted, done)
