@@ -91,9 +91,13 @@ def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> dict
     place.before()
     step = TimedStep(seconds=step_s, cpus=step_cpus)
     served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
-    while place.tier not in served:  # memory was still being filled, while a large cache goes to the drive
+    for _ in range(30):  # memory was still being filled, while a large cache goes to the drive
+        if place.tier in served:
+            break
         time.sleep(1)
         served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
+    else:
+        raise SystemExit(f"the {place.tier} tier did not serve in 30 tries")
     outputs = make_outputs(place.cache.schema, place.windows, None)
     demand = Demand(
         records=len(place.cache),

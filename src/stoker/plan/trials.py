@@ -235,7 +235,10 @@ def say_why_wide(likely: Interval, uses: Sequence[MachineUse | None]) -> str:
             f"cores{waited.replace('%', ' %')}. Stop them and plan again, or give this process cores of its "
             "own, as with taskset)"
         )
+    others = (
+        "how much other processes used is not known here" if most is None else "others used few of the cores"
+    )
     return (
-        " (a wide range: the trials differed, and no other process used the cores. The drive may do that, or "
-        "threads that take turns: plan again, and compare with the stall of a run)"
+        f" (a wide range: the trials differed, and {others}. The drive may do that, or threads that take "
+        "turns: plan again, and compare with the stall of a run)"
     )

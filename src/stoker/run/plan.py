@@ -201,6 +201,8 @@ AT_STEP_TIMES = 3
 """The trials with steps take so many times as long together: the stall is taken from them."""
 REPEATED_TIMES = 3
 """While trials differ they are repeated, until they have taken so many times as long."""
+REPEATED_S = 5.0
+"""Seconds at most until which they are repeated: a step of a second makes them long."""
 UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
 """What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
 a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
@@ -379,7 +381,7 @@ class _Trials:
                 self.steps_s.append(_mean_s(work, each_s / 4))
             return found_s
 
-        return repeat_trial(once, REPEATED_TIMES * seconds)
+        return repeat_trial(once, min(REPEATED_TIMES * seconds, REPEATED_S))
 
     def _next(self, number: int) -> Loader:
         if self._tier != "disk" and self._loader is not None:

@@ -446,8 +446,12 @@ _ending = threading.Event()
 def _after_fork() -> None:
     # A lock may have been held by a thread that this process does not have, so all of it is made again, and
     # here, where no second thread can do the same.
+    global _looking  # noqa: PLW0603
     for pool in list(_pools):
         pool._reset()  # pyright: ignore[reportPrivateUsage]
+    if _looking.locked():
+        _looking = threading.Lock()
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_after_fork)
