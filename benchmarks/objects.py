@@ -41,9 +41,9 @@ from tests.loader.objects import put, size_of, stored
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import an_s3_server
 
-RECORDS, BATCH = 10_000, 32
+RECORDS, BATCH = 16_000, 32
 """Of 100 KiB each. In a set that is much smaller, clean-ups and what is ahead of need are a large part of the
-local cache.
+local cache, and what is written never reaches the drive.
 """
 ORDER = "block(80,480)"
 GET_BYTES = 8 * 1024**2

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,6 +158,18 @@ def test_what_is_fetched_ahead_is_there_when_it_is_read(tmp_path: Path) -> None:
     assert begun == entry.bytes
     assert mirror.absent_bytes(entry.file, [(0, entry.bytes)]) == 0
     assert mirror.counters.ahead_bytes == entry.bytes
+
+
+def test_bytes_past_the_end_of_an_object_are_not_here(tmp_path: Path) -> None:
+    make_cache(machine(tmp_path, "a"), FakeSource(BIG, [("a", 4)]))
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    name = cache.index.shards[0].file
+    mirror = mirror_of(cache)
+    mirror.ensure(name, [(0, cache.index.shards[0].bytes)])
+    file = mirror.open(name)
+
+    begins = np.array([0, file.size - 1, file.size + 9 * MIB], np.int64)
+    assert file.here(begins, begins + 1).tolist() == [True, True, False]
 
 
 def damage(path: Path) -> None:

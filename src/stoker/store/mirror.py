@@ -279,9 +279,10 @@ class MirrorFile:
     def here(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of these extents are here; those are noted as read now."""
         blocks = self._copy.map
-        first, last = begins // blocks.block_bytes, -(-ends // blocks.block_bytes)
+        first = np.minimum(begins // blocks.block_bytes, blocks.count)
+        last = np.minimum(-(-ends // blocks.block_bytes), blocks.count)
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks.state != HERE)])
-        found = (ends <= blocks.size) & (before[np.minimum(last, blocks.count)] == before[first])
+        found = (ends <= blocks.size) & (before[last] == before[first])
         for low, high in zip(first[found].tolist(), last[found].tolist(), strict=True):
             blocks.touch(low, high)
         self._counters.hits += int(found.sum())
