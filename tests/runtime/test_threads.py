@@ -362,3 +362,24 @@ def test_no_garbage_is_collected_while_the_threads_are_listed() -> None:
     assert None not in found
     assert gc.isenabled()
     assert not inside
+
+
+def test_a_child_forked_while_threads_are_listed_lists_its_own_and_collects_garbage() -> None:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            frame_of(threading.main_thread().ident or 0)
+
+    def child() -> None:
+        assert gc.isenabled()
+        assert frame_of(threading.get_ident()) is not None
+
+    thread = start_thread(look, "look")
+    try:
+        ended = [_forked(child, limit_s=20.0) for _ in range(20)]
+    finally:
+        over.set()
+        thread.join()
+
+    assert ended == [0] * 20

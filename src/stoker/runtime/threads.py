@@ -413,6 +413,10 @@ def _no_thread(what: str, error: RuntimeError) -> StalledError:
 
 
 _looking = threading.Lock()
+# A fork waits for whoever looks: the child would have neither that thread nor the garbage collector.
+os.register_at_fork(
+    before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_looking.release
+)
 
 
 def frame_of(thread: int) -> FrameType | None:
@@ -446,12 +450,8 @@ _ending = threading.Event()
 def _after_fork() -> None:
     # A lock may have been held by a thread that this process does not have, so all of it is made again, and
     # here, where no second thread can do the same.
-    global _looking  # noqa: PLW0603
     for pool in list(_pools):
         pool._reset()  # pyright: ignore[reportPrivateUsage]
-    if _looking.locked():
-        _looking = threading.Lock()
-        gc.enable()
 
 
 os.register_at_fork(after_in_child=_after_fork)
