@@ -396,7 +396,7 @@ def test_a_plan_says_in_which_range_the_stall_of_a_run_will_lie() -> None:
     assert plan.predicted_stall_high == said["predicted_stall_high"] == pytest.approx(2 / 22)
     assert plan.stall_range_at(20e-3) == (plan.predicted_stall_low, plan.predicted_stall_high)
     assert "waits 3.8 % of its time" in plan.reason
-    assert "2 to 9 % likely" in plan.reason
+    assert "between 2 and 9 %" in plan.reason
     assert "wide" not in plan.reason
 
 

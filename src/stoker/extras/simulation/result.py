@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from stoker.extras.simulation.queues import BatchCost, QueueTimes
 from stoker.extras.simulation.scenario import Scenario
 from stoker.plan.tiers import NO_STALL
-from stoker.plan.trials import Interval, say_range
+from stoker.plan.trials import Interval, format_range
 from stoker.runtime.files import replace_atomically
 from stoker.schema import Json, as_json
 from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
@@ -403,7 +403,7 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.epoch_s),
         format_percent(way.stall)
         if way.stall_range is None
-        else f"{format_percent(way.stall)}, {say_range(way.stall_range).removesuffix(' likely')}",
+        else f"{format_percent(way.stall)}, {format_range(way.stall_range)}",
         format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
         ", ".join(memory) or "-",
         format_seconds(way.total_s),
