@@ -43,7 +43,7 @@ class BatchLoad:
     """All of them, where nothing overlaps with the step."""
     direct_s: float
     """Where a core is free to prefetch: those that the step waits for nevertheless."""
-    beside_s: float
+    overlapped_s: float
     """Those that overlap with the step before."""
     at_step: tuple[float, float] | None = None
     """Seconds of a step of its kind, and those that a batch then costs beyond it: waited for, or because who
@@ -72,7 +72,7 @@ class BatchLoad:
             self,
             alone_s=times * self.alone_s,
             direct_s=times * self.direct_s,
-            beside_s=times * self.beside_s,
+            overlapped_s=times * self.overlapped_s,
             at_step=at_step,
             alone_range=None,
             lost_range=None,
