@@ -106,7 +106,8 @@ def mean_load(*loads: BatchLoad) -> BatchLoad:
     ranges = [one.alone_range for one in loads if one.alone_range is not None]
     return BatchLoad(
         **{
-            n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")
+            n: statistics.fmean(getattr(one, n) for one in loads)
+            for n in ("alone_s", "direct_s", "overlapped_s")
         },
         alone_range=Interval(min(low for low, _ in ranges), max(high for _, high in ranges))
         if ranges
@@ -488,7 +489,12 @@ def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
             ranges=stage_spans(before, after) | spanned(fill_start_s=starts), **made,
         )  # fmt: skip
         found = simulate(scenario)
-        return found.beside_s, measured, scenario.batches * step_s, found.beside_range_s
+        return (
+            found.first_epoch_while_encoding_s,
+            measured,
+            scenario.batches * step_s,
+            found.first_epoch_while_encoding_range_s,
+        )
 
     def start(kind: str, made_s: float) -> float:
         with tempfile.TemporaryDirectory(dir=folder) as place:

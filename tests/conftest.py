@@ -131,6 +131,14 @@ def pictures(request: pytest.FixtureRequest, sketches: dict[str, bool]) -> None:
     sketches["whole"] = request.node.get_closest_marker("draws") is not None
 
 
+@pytest.fixture(scope="session")
+def way_caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Caches of every kind of field, which `tests/kit/ways.py` serves in every way."""
+    from tests.kit.ways import write_caches  # imports torch, which most tests do not need here
+
+    return write_caches(tmp_path_factory.mktemp("ways"))
+
+
 @pytest.fixture
 def burgers(tmp_path: Path) -> Path:
     """One small PDEBench file of 12 trajectories, 9 steps, 32 points."""

@@ -56,6 +56,35 @@ def test_a_configuration_gives_counts_sizes_and_speeds_and_words_win(project: Pa
     assert not list(Path("data").rglob(".simulate-*"))
 
 
+@pytest.mark.parametrize(
+    ("words", "order", "said"),
+    [
+        ((), "full", None),
+        (("training.partition=static",), "static", "training.partition=static"),
+        (("training.shuffle=block",), "block", "training.shuffle=block"),
+        (("training.shuffle=false",), "block", "training.shuffle=false"),
+        (("training.shuffle=block", "order=full"), "full", None),
+    ],
+)
+def test_the_order_of_a_configuration_is_simulated(
+    project: Path, words: tuple[str, ...], order: str, said: str | None
+) -> None:
+    found = run_json(
+        "plan", "--simulate", "c.yaml", "step=5ms", "encode=1ms", "read=1ms", "write=1ms", *words
+    )
+
+    assert found["scenario"]["order"] == order
+    named = [line for line in found["taken"] if line.startswith("order=")]
+    assert named == ([] if said is None else [f"order={order}, of {said}"])
+
+
+def test_a_way_is_named_by_the_setting_that_gives_it() -> None:
+    found = run_json("plan", "--simulate", *WORDS, "gpus=2", "nodes=2", "gpu_memory=80GB")
+
+    remarks = {way["name"]: way["remark"] for way in found["ways"]}
+    assert remarks["static"].startswith("training.partition=static: each of 4 ranks")
+
+
 @pytest.mark.draws
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "plan.svg"

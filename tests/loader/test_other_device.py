@@ -15,26 +15,12 @@ import torch
 import stoker
 from stoker.loader import placement
 from tests.kit.fake_device import FakeTensor, fake_device
-from tests.loader.ways import DRAWN, SOME_WAITS, WAYS, loader_of, mixture_of, tensors_of, write_caches
-
-WAITS_FOR_A_STRIP: dict[str, tuple[int, str]] = {}
+from tests.kit.ways import DRAWN, SOME_WAITS, WAYS, check_batches, loader_of, mixture_of, most_chunk_waits
 
 
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return write_caches(tmp_path_factory.mktemp("ways"))
-
-
-def check(got: list[Any], expected: list[Any]) -> None:
-    assert len(got) == len(expected)
-    for batch, wanted in zip(got, expected, strict=True):
-        one, other = tensors_of(batch), tensors_of(wanted)
-        assert one.keys() == other.keys()
-        assert batch.position == wanted.position
-        for name, tensor in one.items():
-            assert isinstance(tensor, FakeTensor), f"{name} is on the host"
-            assert tensor.dtype == other[name].dtype, name
-            assert torch.equal(tensor.values, other[name]), name
+def values_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, FakeTensor), f"{name} is on the host"
+    return tensor.values
 
 
 def filled(loader: Any) -> None:
@@ -48,47 +34,36 @@ def filled(loader: Any) -> None:
     loader.set_epoch(0)
 
 
-A_CHUNK_WAITS = ("bags", "ragged", "quantized", "shaped", "joined")
-"""Caches with fields of varying length: the host has to know which records come, once for many batches."""
-
-
-def most_waits(way: str) -> int:
-    """Waits for the device in an epoch, which is one chunk here."""
-    name, settings = WAYS.get(way) or DRAWN[way]
-    on_host = {"batch_by", "batch_tokens"} & settings.keys() or settings.get("shuffle")
-    return 0 if on_host or settings.get("windows") or name not in A_CHUNK_WAITS else 1
-
-
 @pytest.mark.parametrize("way", {**WAYS, **DRAWN})
 def test_batches_are_made_on_the_device_and_none_waits_for_it(
-    caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str
+    way_caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    expected = list(loader_of(caches, way, tier="host"))
+    expected = list(loader_of(way_caches, way, tier="host"))
 
     with fake_device(monkeypatch) as waits:
-        loader = loader_of(caches, way, tier="device", device="cuda")
+        loader = loader_of(way_caches, way, tier="device", device="cuda")
         filled(loader)
         waits.seen.clear()
         got = list(loader)
         seen = [*waits.seen]
 
-    check(got, expected)
+    check_batches(got, expected, values_of)
     if way not in SOME_WAITS:
-        assert len(seen) <= most_waits(way), seen
+        assert len(seen) <= most_chunk_waits(way), seen  # an epoch is one chunk here
 
 
-def test_a_mixture_is_made_on_the_device(caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = list(mixture_of(caches, tier="host"))
+def test_a_mixture_is_made_on_the_device(way_caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list(mixture_of(way_caches, tier="host"))
 
     with fake_device(monkeypatch) as waits:
-        mixture = mixture_of(caches, tier="device", device="cuda")
+        mixture = mixture_of(way_caches, tier="device", device="cuda")
         list(mixture)
         mixture.set_epoch(0)
         waits.seen.clear()
         got = list(mixture)
         seen = [*waits.seen]
 
-    check(got, expected)
+    check_batches(got, expected, values_of)
     assert not seen
 
 
@@ -98,20 +73,20 @@ PARTS = [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 @pytest.mark.parametrize("on_device", PARTS)
 @pytest.mark.parametrize("way", {**WAYS, **DRAWN})
 def test_a_part_is_on_the_device_and_the_rest_comes_without_a_wait(
-    caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str, on_device: int
+    way_caches: dict[str, Any], monkeypatch: pytest.MonkeyPatch, way: str, on_device: int
 ) -> None:
-    expected = list(loader_of(caches, way, tier="host"))
+    expected = list(loader_of(way_caches, way, tier="host"))
     homes = {"device": frozenset(range(on_device)), "host": frozenset(range(on_device, 3))}
     monkeypatch.setattr(placement, "assign", lambda *_: homes)
 
     with fake_device(monkeypatch) as waits:
-        loader = loader_of(caches, way, tier="device", device="cuda")
+        loader = loader_of(way_caches, way, tier="device", device="cuda")
         filled(loader)
         waits.seen.clear()
         got = list(loader)
         seen = [*waits.seen]
 
-    check(got, expected)
+    check_batches(got, expected, values_of)
     groups = 2 * len(got) if way in GROUP_WAITS else 0
     assert len(seen) <= groups, seen
 

@@ -78,7 +78,7 @@ def test_steps_take_turns_at_too_few_cores() -> None:
 
 def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
     """One arithmetic: what a plan says of a machine a simulation of one node says too."""
-    for load in (None, BatchLoad(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
+    for load in (None, BatchLoad(alone_s=0.03, direct_s=0.004, overlapped_s=0.026)):
         served = {} if load is None else {"host": load}
         scenario = replace(SMALL, cores=2, served=served)
         demand = Demand(records=10_000, record_bytes=1e6, batch_examples=10, example_bytes=1e6)
@@ -308,7 +308,7 @@ def test_what_cannot_be_is_refused_in_words(changes: dict[str, object], said: st
 
 def test_times_with_ranges_give_ranges() -> None:
     load = BatchLoad(
-        alone_s=0.004, direct_s=0.004, beside_s=0.0, alone_range=Interval(0.002, 0.008), trials=4
+        alone_s=0.004, direct_s=0.004, overlapped_s=0.0, alone_range=Interval(0.002, 0.008), trials=4
     )
     exact = replace(SMALL, served={"host": replace(load, alone_range=None)}, encode_s=0.01)
     found = simulate(replace(exact, served={"host": load}, ranges={"encode_s": Interval(0.008, 0.02)}))
@@ -321,10 +321,14 @@ def test_times_with_ranges_give_ranges() -> None:
     assert way.encoding_range_s is not None
     assert way.encoding_range_s.low < way.encoding_s < way.encoding_range_s.high
     assert way.total_range_s is not None
-    assert found.beside_range_s is not None
-    assert found.beside_range_s.low < found.beside_s < found.beside_range_s.high
+    assert found.first_epoch_while_encoding_range_s is not None
+    assert (
+        found.first_epoch_while_encoding_range_s.low
+        < found.first_epoch_while_encoding_s
+        < found.first_epoch_while_encoding_range_s.high
+    )
     said = found.to_json()
-    assert said["beside_range_s"] == list(found.beside_range_s)
+    assert said["first_epoch_while_encoding_range_s"] == list(found.first_epoch_while_encoding_range_s)
     assert "likely" in found.reason
 
 
@@ -338,7 +342,7 @@ def test_a_range_of_what_is_no_time_is_refused() -> None:
 def test_training_at_once_waits_for_the_start_of_its_own_processes() -> None:
     given = replace(SMALL, start_s=1.0, fill_start_s=2.5, encode_s=0.001)
 
-    assert simulate(given).beside_s - simulate(replace(given, fill_start_s=None)).beside_s == pytest.approx(
-        1.5
-    )
+    assert simulate(given).first_epoch_while_encoding_s - simulate(
+        replace(given, fill_start_s=None)
+    ).first_epoch_while_encoding_s == pytest.approx(1.5)
     assert simulate(given).encoding.seconds == simulate(replace(given, fill_start_s=None)).encoding.seconds

@@ -214,7 +214,7 @@ def test_loads_follow_from_bytes_and_rates() -> None:
     assert host.load_s == pytest.approx(0.011, rel=0.01)
     assert disk.load_s == pytest.approx(0.111, rel=0.01)
     assert encode.load_s is None
-    assert (device.beside_s, host.direct_s, disk.direct_s) == (0, 0, 0)
+    assert (device.overlapped_s, host.direct_s, disk.direct_s) == (0, 0, 0)
     assert (host.stall, encode.stall) == (0, None)
     assert disk.stall == pytest.approx((0.1111 - 0.1) / 0.1111, abs=0.001)
 
@@ -222,8 +222,8 @@ def test_loads_follow_from_bytes_and_rates() -> None:
 def test_on_a_cpu_only_the_disk_works_beside_the_step() -> None:
     host, disk = plan_tiers(demand(1, example_bytes=1e6), machine(host=10), rates=RATES).rows[1:3]
 
-    assert (host.beside_s, disk.direct_s) == (0, host.direct_s)
-    assert disk.beside_s == pytest.approx(0.1, rel=0.01)
+    assert (host.overlapped_s, disk.direct_s) == (0, host.direct_s)
+    assert disk.overlapped_s == pytest.approx(0.1, rel=0.01)
 
 
 def test_without_a_second_core_every_load_is_waited_for() -> None:
@@ -231,7 +231,7 @@ def test_without_a_second_core_every_load_is_waited_for() -> None:
         demand(1, device="cuda", example_bytes=1e6), machine(device=10, host=10, cpus=1.0), rates=RATES
     )
 
-    assert [row.beside_s for row in plan.rows] == [0, 0, 0, 0]
+    assert [row.overlapped_s for row in plan.rows] == [0, 0, 0, 0]
 
 
 def test_a_mixed_batch_loads_in_proportion() -> None:
@@ -240,10 +240,10 @@ def test_a_mixed_batch_loads_in_proportion() -> None:
     host, disk = plan.rows[1:3]
     assert host.direct_s is not None
     direct_s = host.direct_s
-    beside_s = disk.beside_s / 2
+    overlapped_s = disk.overlapped_s / 2
 
     assert plan.stall_at(1.0) == pytest.approx(direct_s / (direct_s + 1.0))
-    waits = direct_s + beside_s - 0.01
+    waits = direct_s + overlapped_s - 0.01
     assert plan.stall_at(0.01) == pytest.approx(waits / (waits + 0.01))
 
 
@@ -318,7 +318,7 @@ def test_nonsense_is_refused(make: Any) -> None:
 
 def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
     """Loading beside a step slows it, and part of a long load is hidden: no sum of parts gives that."""
-    load = BatchLoad(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
+    load = BatchLoad(alone_s=4e-3, direct_s=1e-4, overlapped_s=3.9e-3, at_step=(2e-3, 1e-3))
     plan = plan_tiers(
         demand(10), machine(host=25), step_s=2e-3, rates=Rates(served={"host": load}, measured=True)
     )
@@ -332,8 +332,8 @@ def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
 
 
 def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
-    load = BatchLoad(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
-    other = BatchLoad(alone_s=0.0, direct_s=0.0, beside_s=0.0)
+    load = BatchLoad(alone_s=4e-3, direct_s=0.0, overlapped_s=4e-3, at_step=(2e-3, 3e-3))
+    other = BatchLoad(alone_s=0.0, direct_s=0.0, overlapped_s=0.0)
     plan = plan_tiers(
         demand(40), machine(host=25), rates=Rates(served={"disk": load, "host": other}, measured=True)
     )
@@ -344,17 +344,19 @@ def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_cpus", "direct_s", "beside_s"),
+    ("step_cpus", "direct_s", "overlapped_s"),
     [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],
 )
-def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float, beside_s: float) -> None:
-    served = {"host": BatchLoad(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
+def test_loads_that_were_served_win_over_rates(
+    step_cpus: float, direct_s: float, overlapped_s: float
+) -> None:
+    served = {"host": BatchLoad(alone_s=10e-3, direct_s=1e-3, overlapped_s=9e-3)}
     plan = plan_tiers(
         demand(10, step_cpus=step_cpus), machine(host=25), rates=Rates(served=served, measured=True)
     )
     host, disk = plan.rows[1:3]
 
-    assert (host.direct_s, host.beside_s) == (direct_s, beside_s)
+    assert (host.direct_s, host.overlapped_s) == (direct_s, overlapped_s)
     assert disk.load_s != host.load_s  # nothing was served from there: by rates, as ever
 
 
@@ -375,7 +377,7 @@ def tried(stall_s: tuple[float, float, float], *, others_cpus: float = 0.0) -> B
     return BatchLoad(
         alone_s=4e-3,
         direct_s=1e-4,
-        beside_s=3.9e-3,
+        overlapped_s=3.9e-3,
         at_step=(20e-3, found),
         lost_range=Interval(low, high),
         trials=4,
@@ -396,7 +398,7 @@ def test_a_plan_says_in_which_range_the_stall_of_a_run_will_lie() -> None:
     assert plan.predicted_stall_high == said["predicted_stall_high"] == pytest.approx(2 / 22)
     assert plan.stall_range_at(20e-3) == (plan.predicted_stall_low, plan.predicted_stall_high)
     assert "waits 3.8 % of its time" in plan.reason
-    assert "2 to 9 % likely" in plan.reason
+    assert "between 2 and 9 %" in plan.reason
     assert "wide" not in plan.reason
 
 

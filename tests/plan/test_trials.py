@@ -100,19 +100,26 @@ def test_the_range_holds_the_mean_and_the_next_run(noise: Callable[[np.random.Ge
     assert has_next >= 0.8 * SEEDS
 
 
-def machine(proc: Path, *, busy_ticks: int, waited_us: int) -> None:
+def machine(proc: Path, *busy_ticks: int, waited_us: int) -> None:
+    """Write what a system says whose cores were at work for so many ticks."""
     (proc / "pressure").mkdir(parents=True, exist_ok=True)
-    (proc / "stat").write_text(f"cpu  {busy_ticks} 0 0 900 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
+    lines = [f"cpu{core} {ticks} 0 0 900 0 0 0 0 0 0\n" for core, ticks in enumerate(busy_ticks)]
+    (proc / "stat").write_text(f"cpu  {sum(busy_ticks)} 0 0 900 0 0 0 0 0 0\n{''.join(lines)}intr 5 1\n")
     (proc / "pressure/cpu").write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited_us}\n")
 
 
-def test_what_other_processes_used_is_told(tmp_path: Path) -> None:
+def use_of(proc: Path, *busy_ticks: int, cores: set[int]) -> MachineUse | None:
+    """Return what is counted in 100 s, of which processes waited for 40."""
     clock = Clock()
-    machine(tmp_path, busy_ticks=0, waited_us=0)
-    meter = UseMeter(tmp_path, clock)
+    machine(proc, *[0] * len(busy_ticks), waited_us=0)
+    meter = UseMeter(proc, clock, cores)
     clock.now_s = 100.0
-    machine(tmp_path, busy_ticks=15_000, waited_us=40_000_000)
-    use = meter.read()
+    machine(proc, *busy_ticks, waited_us=40_000_000)
+    return meter.read()
+
+
+def test_what_other_processes_used_is_told(tmp_path: Path) -> None:
+    use = use_of(tmp_path, 10_000, 5_000, cores={0, 1})
 
     assert use is not None
     assert use.is_shared
@@ -120,9 +127,26 @@ def test_what_other_processes_used_is_told(tmp_path: Path) -> None:
     assert use.pressure == pytest.approx(0.4)
 
     said = say_why_wide(Interval(0.02, 0.3), [use])
-    assert "1.5 of" in said
+    assert "1.5 of 2 cores" in said
     assert "40 %" in said
     assert say_why_wide(Interval(0.02, 0.09), [use]) == ""
+
+
+def test_a_neighbor_on_cores_that_are_not_ours_is_not_blamed(tmp_path: Path) -> None:
+    busy = (10_000, 0, 3_000, 10_000)
+    use = use_of(tmp_path, *busy, cores={1})
+
+    assert use is not None
+    assert (use.cpus, use.others_cpus, use.pressure) == (1.0, pytest.approx(0, abs=0.1), None)
+    assert not use.is_shared
+    on_ours = use_of(tmp_path, *busy, cores={1, 2})
+    assert on_ours is not None
+    assert on_ours.is_shared
+    assert on_ours.others_cpus == pytest.approx(0.3, abs=0.1)
+
+
+def test_a_core_that_the_system_does_not_list_is_no_error(tmp_path: Path) -> None:
+    assert use_of(tmp_path, 10_000, cores={0, 7}) is None
 
 
 def test_a_system_that_does_not_tell_is_no_error(tmp_path: Path) -> None:

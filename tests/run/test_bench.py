@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, CorruptError, ServiceError
+from stoker.loader import Loader
 from stoker.plan import rates as rates_module
 from stoker.run import bench
-from stoker.run.bench import BenchFigure, BenchResult, draw_bench, job_of_cache, run_bench
+from stoker.run.bench import (
+    BenchFigure,
+    BenchJob,
+    BenchResult,
+    draw_bench,
+    job_of_cache,
+    job_of_url,
+    run_bench,
+)
+from stoker.runtime import threads as threads_module
 from stoker.store import Cache
+from stoker.store.mirror import MirrorFolder
+from stoker.store.transfer import push
 from tests.loader.caches import trajectories, write_cache
 
 
@@ -68,6 +84,151 @@ def test_the_whole_cache_is_not_needed_to_measure(cache: Cache, monkeypatch: pyt
     monkeypatch.setattr(bench, "SERVED_BYTES", size // 4)
 
     assert list(job_of_cache(cache.path, 8).served) == list(range(10))
+
+
+@pytest.fixture(scope="module")
+def url(cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return pushed(cache, tmp_path_factory.mktemp("there"))
+
+
+def pushed(cache: Cache, folder: Path) -> str:
+    push(cache.path, f"file://{folder}/store", mirror_dir=folder / "mirror")
+    return f"file://{folder}/store/{cache.name}"
+
+
+@pytest.fixture
+def job(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchJob]:
+    monkeypatch.chdir(tmp_path)
+    with job_of_url(url, 8) as job:
+        yield job
+
+
+def wait_for_end(name: str, before: Sequence[threading.Thread] = ()) -> None:
+    """Wait until no thread whose name begins so is alive, other than those `before`."""
+    until = time.monotonic() + 10
+    while alive := [one for one in threading.enumerate() if one.name.startswith(name) and one not in before]:
+        assert time.monotonic() < until, alive
+        time.sleep(0.01)
+
+
+def test_threads_that_measure_end_with_the_measurement(cache: Cache) -> None:
+    run_bench(job_of_cache(cache.path, 8), seconds=0.1, picture=None)
+
+    wait_for_end("stoker-limits")
+
+
+def test_no_thread_stays_when_idle_ones_have_ended(
+    cache: Cache, job: BenchJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threading.enumerate()
+    monkeypatch.setattr(threads_module, "IDLE_S", 0.1)
+    run_bench(job_of_cache(cache.path, 8), seconds=0.1, picture=None)
+    run_bench(job, seconds=0.1, picture=None)
+
+    wait_for_end("stoker-", before)
+
+
+def test_a_store_that_fails_leaves_no_threads_behind(job: BenchJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ServiceError("no access")
+
+    monkeypatch.setattr(MirrorFolder, "read_plain", refuse)
+
+    with pytest.raises(ServiceError, match="no access"):
+        run_bench(job, seconds=0.1, picture=None)
+
+    wait_for_end("stoker-get")
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt, CorruptError("a bad record")])
+def test_a_first_epoch_is_closed_before_its_files_are_removed(
+    job: BenchJob, monkeypatch: pytest.MonkeyPatch, ending: Any
+) -> None:
+    there_when_closed: list[bool] = []
+
+    class Watched(Loader):
+        def __iter__(self) -> Iterator[Any]:
+            yield next(super().__iter__())
+            if ending is not None:
+                raise ending
+
+        def close(self) -> None:
+            there_when_closed.append(self.dataset.path.is_dir())
+            super().close()
+
+    monkeypatch.setattr(bench, "Loader", Watched)
+    assert job.remote is not None
+    before = {*job.remote.root.path.iterdir()}
+
+    with suppress(KeyboardInterrupt, CorruptError):
+        bench._FirstEpoch(job)(60.0)
+
+    assert there_when_closed == [True]
+    assert {*job.remote.root.path.iterdir()} == before
+
+
+@pytest.mark.parametrize("there", ["", ".stoker", ".stoker/mirror", ".stoker/mirror/other"])
+def test_a_bench_of_an_address_leaves_no_folder_that_was_not_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    before = {*tmp_path.rglob("*")}
+
+    with job_of_url(url, 8):
+        assert [*(tmp_path / ".stoker" / "mirror").glob(".bench-*")]
+
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_folder_that_another_process_uses_meanwhile_stays(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    with job_of_url(url, 8):
+        (tmp_path / ".stoker/mirror/other").mkdir()
+
+    assert [one.name for one in (tmp_path / ".stoker/mirror").iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_cache_without_records_is_refused_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_url: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    empty = write_cache(tmp_path / "c", trajectories(4), timed=("latent",), skip=range(4))
+    place = pushed(empty, tmp_path) if at_url else str(empty.path)
+
+    with pytest.raises(ConfigError) as refused, ExitStack() as stack:
+        run_bench(
+            stack.enter_context(job_of_url(place, 8)) if at_url else job_of_cache(empty.path, 8),
+            seconds=0.1,
+            picture=None,
+        )
+
+    assert place in refused.value.fact
+    assert "stoker precompute" in (refused.value.hint or "")
+    assert not (tmp_path / ".stoker").exists()
+
+
+@pytest.mark.parametrize(
+    ("scatter", "blamed"),
+    [
+        ({"store": 0.6}, ["the store, the network to it", "Copying in memory was not"]),
+        ({"store": 0.6, "copy": 0.3}, ["the store, the network to it", "copy", "this machine was busy too"]),
+        ({"store": 0.3, "copy": 0.6}, ["something else is using this machine"]),
+        ({"store": 0.1, "copy": 0.1}, []),
+    ],
+)
+def test_the_machine_is_not_blamed_where_a_store_differs(
+    scatter: dict[str, float], blamed: list[str]
+) -> None:
+    said = bench._say_scatter({name: figure(1e9, scatter=part) for name, part in scatter.items()})
+
+    assert len(said) == bool(blamed)
+    for words in blamed:
+        assert words in said[0]
 
 
 def test_no_time_is_no_measurement() -> None:

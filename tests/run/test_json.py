@@ -73,7 +73,7 @@ TRAIN_JSON: dict[str, Any] = {
         "phases": [{"name": "caches", "seconds": 1.5, "note": "none"}],
     },
     "metrics": {"m": 1.0, "training/gpu_utilization_pct": None}, "gpu": "no GPU", "cache_reused": True,
-    "train_s": 4.0, "mended": 1,
+    "train_s": 4.0, "repaired": 1,
     "spot_check": {"wanted": 2, "checked": 2, "different": [], "failed": []}, "reason": "fits", "caches": [],
 }  # fmt: skip
 RESULTS: list[tuple[Any, dict[str, Any]]] = [

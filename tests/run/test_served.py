@@ -34,9 +34,9 @@ def test_each_tier_is_served_in_the_batches_asked_for(cache: Cache, windows: Win
     assert set(loads) == {"disk", "host"}
     for load in loads.values():
         assert 0 <= load.direct_s <= load.alone_s
-        assert 0 <= load.beside_s <= load.alone_s
+        assert 0 <= load.overlapped_s <= load.alone_s
     disk = loads["disk"]
-    assert disk.direct_s + disk.beside_s == pytest.approx(disk.alone_s)
+    assert disk.direct_s + disk.overlapped_s == pytest.approx(disk.alone_s)
 
 
 @pytest.mark.parametrize("cpus", [0.0, 1.0])
@@ -98,7 +98,7 @@ def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, 
 
 def test_the_table_of_a_plan_has_the_likely_range(capsys: pytest.CaptureFixture[str]) -> None:
     load = BatchLoad(
-        alone_s=4e-3, direct_s=1e-3, beside_s=0.0, at_step=(20e-3, 1e-3), lost_range=Interval(4e-4, 2e-3)
+        alone_s=4e-3, direct_s=1e-3, overlapped_s=0.0, at_step=(20e-3, 1e-3), lost_range=Interval(4e-4, 2e-3)
     )
     demand = Demand(records=10, record_bytes=1.0, batch_examples=1, example_bytes=1.0)
     machine = Resources(host_bytes=100, host_total_bytes=100, host_limit="made up", cpus=2.0)

@@ -271,7 +271,7 @@ def test_damage_met_while_training_is_repaired_and_counted(configure: Configure,
     result = train_prepared(Run(config), prepared, started=time.monotonic())
 
     assert result.repaired == 1
-    assert result.to_json()["mended"] == 1
+    assert result.to_json()["repaired"] == 1
     assert sound.spot_check is not None
     assert sound.spot_check.wanted == 3
     assert not sound.spot_check.different

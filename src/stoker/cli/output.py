@@ -68,7 +68,7 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
 
 def plan(result: PlanResult, console: Console) -> None:
     """Print one table row per tier, then the reason."""
-    from stoker.plan.trials import say_range
+    from stoker.plan.trials import format_range
 
     ranged = any(row.stall_range is not None for row in result.plan.rows)
     likely = ("likely",) if ranged else ()
@@ -81,8 +81,7 @@ def plan(result: PlanResult, console: Console) -> None:
             "-" if row.stall is None else format_percent(row.stall),
         ]
         if ranged:
-            said = "-" if row.stall_range is None else say_range(row.stall_range)
-            figures.append(said.removesuffix(" likely"))
+            figures.append("-" if row.stall_range is None else format_range(row.stall_range))
         rows.append((row.tier, *figures, escape(row.note)))
     table(console, rows, fixed=len(rows[0]), right=range(1, len(rows[0])), gap=2)
     console.print(escape(result.reason))

@@ -43,7 +43,7 @@ class BatchLoad:
     """All of them, where nothing overlaps with the step."""
     direct_s: float
     """Where a core is free to prefetch: those that the step waits for nevertheless."""
-    beside_s: float
+    overlapped_s: float
     """Those that overlap with the step before."""
     at_step: tuple[float, float] | None = None
     """Seconds of a step of its kind, and those that a batch then costs beyond it: waited for, or because who
@@ -72,7 +72,7 @@ class BatchLoad:
             self,
             alone_s=times * self.alone_s,
             direct_s=times * self.direct_s,
-            beside_s=times * self.beside_s,
+            overlapped_s=times * self.overlapped_s,
             at_step=at_step,
             alone_range=None,
             lost_range=None,
@@ -325,7 +325,11 @@ def _blocks(files: Sequence[Path], size: int) -> list[tuple[Path, int]]:
     def look() -> list[int]:
         return [file.stat().st_size for file in files]
 
-    sizes = Pool(1, "stoker-limits").submit(look).result(ANSWER_S, "looking at the files to read")
+    pool = Pool(1, "stoker-limits")
+    try:
+        sizes = pool.submit(look).result(ANSWER_S, "looking at the files to read")
+    finally:
+        pool.close()
     found = [
         (file, at) for file, end in zip(files, sizes, strict=True) for at in range(0, end - size + 1, size)
     ]
@@ -346,8 +350,8 @@ def _read(
         return 0.0
     flags = os.O_RDONLY | os.O_CLOEXEC
     handles: dict[Path, int] = {}
+    pool = Pool(threads, "stoker-limits")
     try:
-        pool = Pool(threads, "stoker-limits")
         opening = {
             file: pool.submit(partial(_open, file, flags, direct=direct))
             for file in dict.fromkeys(file for file, _ in blocks)
@@ -365,6 +369,7 @@ def _read(
         handles.clear()  # threads may still read them: a number that is used again would be read instead
         raise
     finally:
+        pool.close()
         for handle in handles.values():
             os.close(handle)
 

@@ -113,10 +113,9 @@ class RemoteDemand:
         if order == "sequential":
             return 1.0
         touched = self.step_examples * (1 + self.example_bytes / self.block_bytes)
-        together = blocks * -math.expm1(
-            -touched / blocks
-        )  # those of one step that are in one block count once
-        return max(1.0, self.examples / self.step_examples * together / blocks)
+        # Examples of one step that are in the same block come to it once.
+        distinct = blocks * -math.expm1(-touched / blocks)
+        return max(1.0, self.examples / self.step_examples * distinct / blocks)
 
 
 @functools.lru_cache(maxsize=64)

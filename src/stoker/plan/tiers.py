@@ -152,7 +152,7 @@ def _as_well(plan: Plan) -> list[str]:
     for row in slower:
         assert row.direct_s is not None
         if row.stall is None:
-            from_s = max(row.beside_s, 99 * row.direct_s)
+            from_s = max(row.overlapped_s, 99 * row.direct_s)
             said.append(f"the {row.tier} tier would not stall at steps of {format_seconds(from_s)} or longer")
         elif row.stall < NO_STALL:
             said.append(f"the {row.tier} tier would stall {format_percent(row.stall)} as well")
@@ -254,14 +254,14 @@ class Demand:
 class TierShare(JsonResult):
     """One row of a plan: what a tier holds, and what a batch served by it alone would cost."""
 
-    json_keys = ("tier", "records", "bytes", "load_s", "beside_s", "stall", "stall_range", "note")
+    json_keys = ("tier", "records", "bytes", "load_s", "overlapped_s", "stall", "stall_range", "note")
 
     tier: Tier
     records: int
     bytes: int
     direct_s: float | None
     """Seconds of loading one batch from this tier alone that the step waits for; None: not known."""
-    beside_s: float
+    overlapped_s: float
     """Seconds of it that overlap with the step before."""
     stall: float | None
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
@@ -283,12 +283,12 @@ class TierShare(JsonResult):
         tried_s = None if self.served is None else self.served.lost_s(step_s)
         if tried_s is None or self.direct_s is None:
             return 0.0
-        return tried_s - _wait(self.direct_s, self.beside_s, step_s)
+        return tried_s - _wait(self.direct_s, self.overlapped_s, step_s)
 
     @property
     def load_s(self) -> float | None:
         """Seconds to load one batch from this tier alone; None: not known."""
-        return None if self.direct_s is None else self.direct_s + self.beside_s
+        return None if self.direct_s is None else self.direct_s + self.overlapped_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -515,7 +515,7 @@ def _row(tier: Tier, records: int, facts: PlanFacts, step_s: float | None) -> Ti
         records=records,
         bytes=round(records * facts.demand.record_bytes),
         direct_s=None if loads is None else loads[0],
-        beside_s=0.0 if loads is None else loads[1],
+        overlapped_s=0.0 if loads is None else loads[1],
         stall=None,
         note=_note(tier, records, facts),
         served=facts.rates.served.get(tier),
@@ -542,7 +542,7 @@ def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:
     served = rates.served.get(tier)
     if served is not None:
         free = facts.resources.cpus - demand.step_cpus >= 1
-        return (served.direct_s, served.beside_s) if free else (served.alone_s, 0.0)
+        return (served.direct_s, served.overlapped_s) if free else (served.alone_s, 0.0)
     if tier == "device":
         return DEVICE_CALL_S + size / rates.device_bytes_s, 0.0
     copy_s = HOST_CALL_S + size / rates.copy_bytes_s + (0.0 if demand.on_cpu else size / rates.h2d_bytes_s)
@@ -591,20 +591,20 @@ def _note(tier: Tier, records: int, facts: PlanFacts) -> str:
 def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:
     """Return seconds to load a mean batch: those waited for, those the step hides; None: unknown."""
     total = sum(row.records for row in rows) or 1
-    direct = beside = 0.0
+    direct_s = overlapped_s = 0.0
     for row in rows:
         if not row.records:
             continue
         if row.direct_s is None:
             return None
-        direct += row.direct_s * row.records / total
-        beside += row.beside_s * row.records / total
-    return direct, beside
+        direct_s += row.direct_s * row.records / total
+        overlapped_s += row.overlapped_s * row.records / total
+    return direct_s, overlapped_s
 
 
-def _wait(direct_s: float, beside_s: float, step_s: float) -> float:
-    """Return seconds waited for a batch; `beside_s` of its load overlaps the step, `direct_s` does not."""
-    return direct_s + max(0.0, beside_s - step_s)
+def _wait(direct_s: float, overlapped_s: float, step_s: float) -> float:
+    """Return seconds waited for a batch: `overlapped_s` of its load overlap the step, `direct_s` do not."""
+    return direct_s + max(0.0, overlapped_s - step_s)
 
 
 def _part(wait_s: float, step_s: float) -> float:
@@ -612,14 +612,14 @@ def _part(wait_s: float, step_s: float) -> float:
     return wait_s / (wait_s + step_s) if wait_s > 0 else 0.0
 
 
-def shortest_quiet_step(direct_s: float, beside_s: float) -> float:
+def shortest_quiet_step(direct_s: float, overlapped_s: float) -> float:
     """Return the shortest step that waits at most 1 % of its time.
 
     >>> shortest_quiet_step(0.0, 0.07), shortest_quiet_step(0.001, 0.0)
     (0.07, 0.099)
     """
-    # Above `beside_s` only the direct part is waited for: direct / (direct + step) <= 0.01.
-    return max(beside_s, 99 * direct_s)
+    # Above `overlapped_s` only the direct part is waited for: direct / (direct + step) <= 0.01.
+    return max(overlapped_s, 99 * direct_s)
 
 
 # ----------------------------------------------------------------------------------------------------------

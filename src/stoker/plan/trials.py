@@ -17,7 +17,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -138,9 +138,10 @@ class MachineUse:
     cpus: float
     """Cores of the machine that this process may run on."""
     others_cpus: float
-    """Cores that all other processes used together, on average."""
+    """Of those, the cores that all other processes used together, on average."""
     pressure: float | None
-    """Part of the time that some process waited for a core (`/proc/pressure/cpu`); None: not known here."""
+    """Part of the time that some process waited for a core (`/proc/pressure/cpu`); None: not known here. It
+    is known of all cores together, so not where this process may use only some."""
 
     @property
     def is_shared(self) -> bool:
@@ -151,10 +152,20 @@ class MachineUse:
 
 
 class UseMeter:
-    """Counts what other processes use from now on."""
+    """Counts what other processes use from now on, of the cores that this one may run on.
 
-    def __init__(self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.perf_counter) -> None:
+    What runs on other cores of the machine slows nothing here, so it is left out.
+    """
+
+    def __init__(
+        self,
+        proc: Path = Path("/proc"),
+        clock: Callable[[], float] = time.perf_counter,
+        cores: Set[int] | None = None,
+    ) -> None:
+        """`cores`: numbers of those that this process may run on; None: as the system says now."""
         self._proc, self._clock = proc, clock
+        self._cores = os.sched_getaffinity(0) if cores is None else cores
         self._begin = self._now()
 
     def read(self) -> MachineUse | None:
@@ -168,24 +179,31 @@ class UseMeter:
             pressure = min(1.0, max(0.0, (end[3] - begin[3]) / wall_s))
         others_s = end[1] - begin[1] - (end[2] - begin[2])
         return MachineUse(
-            cpus=float(len(os.sched_getaffinity(0))),
-            others_cpus=max(0.0, others_s / wall_s),
-            pressure=pressure,
+            cpus=float(len(self._cores)), others_cpus=max(0.0, others_s / wall_s), pressure=pressure
         )
 
     def _now(self) -> tuple[float, float | None, float, float | None]:
         """Return the time, and seconds of cores used by all, used by this process, and of waiting for one."""
-        return self._clock(), self._busy_s(), time.process_time(), self._waited_s()
+        busy_s = self._busy_s()
+        is_entire_machine = self._cores >= busy_s.keys()
+        return (
+            self._clock(),
+            sum(busy_s[core] for core in self._cores) if busy_s.keys() >= self._cores else None,
+            time.process_time(),
+            self._waited_s() if is_entire_machine else None,
+        )
 
-    def _busy_s(self) -> float | None:
+    def _busy_s(self) -> dict[int, float]:
+        """Return seconds that each core was at work, by its number; empty where the system does not tell."""
         try:
-            first = (self._proc / "stat").read_text().partition("\n")[0].split()
+            text = (self._proc / "stat").read_text()
         except OSError:
-            return None
-        if len(first) < 8 or first[0] != "cpu":
-            return None
-        user, nice, system, _idle, _wait, irq, softirq = map(int, first[1:8])
-        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+            return {}
+        found: dict[int, float] = {}
+        for core, times in re.findall(r"^cpu(\d+) (\d+(?: \d+){6,})", text, re.MULTILINE):
+            user, nice, system, _idle, _wait, irq, softirq = map(int, times.split()[:7])
+            found[int(core)] = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+        return found
 
     def _waited_s(self) -> float | None:
         try:
@@ -204,13 +222,25 @@ WIDE = 0.1
 
 
 def say_range(likely: Interval) -> str:
-    """Say a range of fractions.
+    """Say a likely range of fractions in a sentence.
 
     >>> say_range(Interval(0.02, 0.09)), say_range(Interval(0.0, 0.21))
-    ('2 to 9 % likely', '0 to 21 % likely')
+    ('likely between 2 and 9 %', 'likely between 0 and 21 %')
     """
-    low, high = (f"{100 * bound:.{1 if 0 < bound < 0.0095 else 0}f}" for bound in likely)
-    return f"{low} to {high} % likely"
+    return "likely between {} and {} %".format(*_percentages(likely))
+
+
+def format_range(likely: Interval) -> str:
+    """Return a range of fractions for a column of a table.
+
+    >>> format_range(Interval(0.004, 0.09))
+    '0.4 to 9 %'
+    """
+    return "{} to {} %".format(*_percentages(likely))
+
+
+def _percentages(likely: Interval) -> list[str]:
+    return [f"{100 * bound:.{1 if 0 < bound < 0.0095 else 0}f}" for bound in likely]
 
 
 def say_why_wide(likely: Interval, uses: Sequence[MachineUse | None]) -> str:

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
 from stoker.store.remote import TIMEOUT_S as STORE_TIMEOUT_S
-from stoker.store.storage import MIRROR_DIR, attach_mirror, open_storage
+from stoker.store.storage import MIRROR_DIR, attach_mirror, display_path, open_storage
 from stoker.train.run import steps_of
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
 
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from stoker.store.mirror import MirrorFolder
 
 ROUNDS = 2
+STORE = "store"
+"""With this begin the names of all figures that a store has a part in."""
 SCATTER = 0.2
 """Figures of two rounds that differ by more than this part are called scattered."""
 SERVED_BYTES = 256 * MIB
@@ -142,7 +144,7 @@ def job_of_config(run: Run) -> BenchJob:
     """Return the training cache of a configuration, in its batches.
 
     Raises:
-        ConfigError: Nothing is encoded yet.
+        ConfigError: Nothing is encoded yet, or all samples are quarantined.
     """
     run = run.parts()[0]
     located = locate(run, run.split)
@@ -156,7 +158,12 @@ def job_of_config(run: Run) -> BenchJob:
 
 
 def job_of_cache(path: Path, batch_size: int) -> BenchJob:
-    """Return a cache by its folder: windows of its trajectories, or entire records if it has none."""
+    """Return a cache by its folder: windows of its trajectories, or entire records if it has none.
+
+    Raises:
+        ConfigError: It has no records.
+        StokerError: As `open_cache`.
+    """
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
     return _job(cache, Windows() if timed else None, batch_size, "cpu")
@@ -167,16 +174,44 @@ def job_of_url(url: str, batch_size: int) -> Generator[BenchJob]:
     """Yield a cache at a URL, as `job_of_cache`; nothing of its shards is kept afterwards.
 
     Raises:
+        ConfigError: It has no records.
         StokerError: As `attach_mirror`.
     """
-    place = make_folder(MIRROR_DIR)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=place, ignore_cleanup_errors=True) as folder:
+    with (
+        _temporary_parent(MIRROR_DIR) as parent,
+        tempfile.TemporaryDirectory(prefix=".bench-", dir=parent, ignore_cleanup_errors=True) as folder,
+    ):
         job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size)
-        yield replace(job, files=(), remote=open_storage(job.cache.path).mirror)
+        with job.cache:
+            yield replace(job, files=(), remote=open_storage(job.cache.path).mirror)
+
+
+@contextmanager
+def _temporary_parent(folder: Path) -> Generator[Path]:
+    """Make a folder where it is missing, with those above it; afterwards remove those made, if empty."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        yield make_folder(folder)
+    finally:
+        with suppress(OSError):  # another process has put something there, or removed it
+            for one in missing:
+                one.rmdir()
 
 
 def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
+    """Return what is served of a cache.
+
+    Raises:
+        ConfigError: It has no records.
+    """
     numbers = list(cache.indices)
+    if not numbers:
+        place = display_path(cache.path)
+        raise ConfigError(
+            f"{place} has no records, so there is nothing to read",
+            hint="Encode some with `stoker precompute` first. "
+            f"`stoker cache show {place}` says which samples are quarantined",
+        )
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / max(1, _set_bytes(cache)))))
     return BenchJob(
         cache=cache,
@@ -194,6 +229,8 @@ def _set_bytes(cache: Cache) -> int:
 
 def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
     """Measure for about `seconds`, and draw.
+
+    Idle threads of the loaders end within `runtime.threads.IDLE_S`; all others have ended.
 
     Raises:
         ConfigError: `seconds` is not above 0, or the folder of `picture` cannot be written.
@@ -245,8 +282,8 @@ def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
         return found
     if job.remote is not None:
         what = f"{GETS} requests of {format_bytes(GET_BYTES)} at a time"
-        found["store"] = (f"{what}, nothing kept", _store_limit(job, kept=False))
-        found["store, kept"] = (f"{what}, written to files", _store_limit(job, kept=True))
+        found[STORE] = (f"{what}, nothing kept", _store_limit(job, kept=False))
+        found[f"{STORE}, kept"] = (f"{what}, written to files", _store_limit(job, kept=True))
         return found
     size = _example_bytes(job)
     block = format_bytes(-(-size // rates.PAGE_BYTES) * rates.PAGE_BYTES)
@@ -271,7 +308,7 @@ def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
         return {}
     if job.remote is not None:
         first = "batches of a first epoch in block order, nothing here before"
-        return {"store, first epoch": (first, _FirstEpoch(job), "store, kept")}
+        return {f"{STORE}, first epoch": (first, _FirstEpoch(job), f"{STORE}, kept")}
     cold = _TierMeasurement(job, "disk", cold=True)
     host = "gather" if job.device == "cpu" else "to the GPU"
     found: dict[str, tuple[str, Limit, str]] = {}
@@ -301,7 +338,10 @@ class _TierMeasurement:
     def __call__(self, seconds: float) -> float:
         """Return bytes a second; 0 where the tier could not be filled in time."""
         meter = StallMeter()
-        loader = self._job.loader(self._tier, meter)
+        with self._job.loader(self._tier, meter) as loader:
+            return self._rate(loader, meter, seconds)
+
+    def _rate(self, loader: Loader, meter: StallMeter, seconds: float) -> float:
         if not self._cold:
             self._fill(loader, meter, max(FILL_S, seconds))
         count, took = 0, 0.0
@@ -365,9 +405,12 @@ def _store_limit(job: BenchJob, *, kept: bool) -> Limit:
     def measure(seconds: float) -> float:
         begun = time.perf_counter()
         pool = Pool(GETS, "stoker-get")
-        tickets = [pool.submit(partial(get, begun + seconds)) for _ in range(GETS)]
-        came = sum(ticket.result(seconds + STORE_TIMEOUT_S, f"reading {folder.url}") for ticket in tickets)
-        pool.close()
+        try:
+            tickets = [pool.submit(partial(get, begun + seconds)) for _ in range(GETS)]
+            what, most_s = f"reading {folder.url}", seconds + STORE_TIMEOUT_S
+            came = sum(ticket.result(most_s, what) for ticket in tickets)
+        finally:
+            pool.close()
         return came / (time.perf_counter() - begun)
 
     return measure
@@ -385,13 +428,14 @@ class _FirstEpoch:
         assert remote is not None
         with tempfile.TemporaryDirectory(dir=remote.root.path, ignore_cleanup_errors=True) as folder:
             cache = open_cache(attach_mirror(remote.url, folder, must_exist=True))
-            loader = Loader(cache, job.batch_size, shuffle="block", windows=job.windows, tier="disk")
-            count, begun = 0, time.perf_counter()
-            for _ in loader:
-                count += 1
-                if time.perf_counter() - begun >= seconds:
-                    break
-            return count * _batch_bytes(job) / (time.perf_counter() - begun)
+            # Closed before the folder is removed: what is read ahead is read from there.
+            with Loader(cache, job.batch_size, shuffle="block", windows=job.windows, tier="disk") as loader:
+                count, begun = 0, time.perf_counter()
+                for _ in loader:
+                    count += 1
+                    if time.perf_counter() - begun >= seconds:
+                        break
+                return count * _batch_bytes(job) / (time.perf_counter() - begun)
 
 
 def _figure(what: str, values: Sequence[float]) -> BenchFigure:
@@ -456,20 +500,34 @@ def _advice(
     if job is None:
         said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
     else:
-        first = tiers.get("store, first epoch")
+        first = tiers.get(f"{STORE}, first epoch")
         if first is not None:
             took = format_seconds(_set_bytes(job.cache) / first.bytes_s)
             said.append(f"The first epoch takes about {took}; what fits stays here for the next.")
-        whole = Loader(job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device)
-        said += _choice(whole.plan, tiers)
-    busy = {name: figure.scatter for name, figure in {**figures, **tiers}.items() if figure.scatter > SCATTER}
-    if busy:
-        worst = max(busy, key=lambda name: busy[name])
-        said.append(
-            f"Two rounds differ by up to {format_percent(busy[worst])} ({worst}): something else is using "
-            "this machine. Run it again when that is over, or with more --seconds."
-        )
+        with Loader(
+            job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device
+        ) as loader:
+            said += _choice(loader.plan, tiers)
+    said += _say_scatter({**figures, **tiers})
     return " ".join(said)
+
+
+def _say_scatter(figures: Mapping[str, BenchFigure]) -> list[str]:
+    """Say which figure differs most between the rounds, and what that tells."""
+    scattered = {name: one.scatter for name, one in figures.items() if one.scatter > SCATTER}
+    if not scattered:
+        return []
+    worst = max(scattered, key=lambda name: scattered[name])
+    said = f"Two rounds differ by up to {format_percent(scattered[worst])} ({worst}): "
+    if not worst.startswith(STORE):
+        busy = "something else is using this machine. Run it again when that is over, or with more --seconds."
+        return [said + busy]
+    here = [name for name in scattered if not name.startswith(STORE)]
+    memory = f"So was {here[0]}: this machine was busy too" if here else "Copying in memory was not"
+    return [
+        f"{said}the store, the network to it or the disk here was slower in one of them. {memory}. "
+        "Run it again, or with more --seconds."
+    ]
 
 
 def _choice(plan: Plan, tiers: Mapping[str, BenchFigure]) -> list[str]:

@@ -1,4 +1,9 @@
-"""Where the records of a configuration would be served from; nothing is read but limits and headers."""
+"""Where the records of a configuration would be served from, and what a step would wait for.
+
+What fits is arithmetic on limits and headers. On a CPU some batches of a complete cache are served, to find
+the time that they take, and errors of smaller dtypes are measured on a few stored records. So records are
+read, and of a remote cache fetched into its mirror; none is encoded or written to a cache.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +322,7 @@ def _load(
     load = BatchLoad(
         alone_s=mean_s,
         direct_s=direct_s,
-        beside_s=mean_s - direct_s if tier == "disk" or mean_s > direct_s else 0.0,
+        overlapped_s=mean_s - direct_s if tier == "disk" or mean_s > direct_s else 0.0,
         alone_range=_at_least_0(next_interval(alone_s)),
         trials=len(alone_s),
         use=use.read(),

@@ -426,7 +426,7 @@ class TrainResult:
             "gpu": self.gpu,
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
-            "mended": self.repaired,
+            "repaired": self.repaired,
             "spot_check": as_json(self.spot_check),
             "reason": self.reason,
             "caches": as_json(self.caches),

@@ -218,9 +218,8 @@ def _try(
         for _ in range(steps):
             step(model, make(count))
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize(
-                _gpu_of(model)
-            )  # an error of this step must not be taken for one of the next
+            # A GPU reports an error late: one of this step must not be taken for one of the next.
+            torch.cuda.synchronize(_gpu_of(model))
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise

@@ -23,6 +23,7 @@ from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.extras.simulation.result import Simulation
+    from stoker.extras.simulation.scenario import Order
     from stoker.plan.trials import Interval
     from stoker.precompute.measure import Trial
     from stoker.run.build import CacheJob
@@ -137,6 +138,10 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
         "cores": here.cpus,
     }
     notes: list[str] = []
+    order, setting = _order_of(run)
+    known["order"] = order
+    if order != "full" and "order" not in given:
+        notes.append(f"order={order}, of {setting}")
     if not {"host_memory", "cores"} <= given:
         notes.append(f"{format_bytes(here.host_bytes)} of memory and {here.cpus:g} cores, as here")
     step_s = last_step_s(run, located.recipe.schema)
@@ -160,6 +165,19 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
         )
         notes.append("loads of batches, measured on the cache here")
     return known, notes
+
+
+def _order_of(run: Run) -> tuple[Order, str]:
+    """Return the order that a configuration trains in, and the setting that says so."""
+    from stoker.loader.order import order_text
+
+    training = run.config.training
+    if training.partition != "global":
+        return "static", f"training.partition={training.partition}"
+    kind = order_text(training.shuffle, training.partition)
+    # In the order of storage neighbors are used together, as in block order.
+    near = kind.startswith(("block", "sequential"))
+    return "block" if near else "full", f"training.shuffle={str(training.shuffle).lower()}"
 
 
 def _examples_of_one(run: Run, schema: Schema) -> int:

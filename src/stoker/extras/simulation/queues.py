@@ -211,7 +211,7 @@ class BatchCost:
 
     inline_s: float = 0.0
     """The step waits for these in any case."""
-    beside_s: float = 0.0
+    overlapped_s: float = 0.0
     """The loading thread of a rank works on it during the step."""
     read_s: float = 0.0
     """One of its workers works on it."""
@@ -297,20 +297,20 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         far, near: Of what the disk tier serves, the parts that come from the store, and from the node's disk.
     """
     total = sum(row.records for row in plan.rows) or 1
-    inline_s = beside_s = aside_s = disk = 0.0
+    inline_s = overlapped_s = aside_s = disk = 0.0
     for row in plan.rows:
         part = row.records / total
         if not row.records:
             continue
         inline_s += part * (row.direct_s or 0.0) + (1 - part) * scenario.fixed_s.get(row.tier, 0.0)
         # What the step waits for in any case is not done during it, and keeps the loading thread busy too.
-        busy_s = part * (row.load_s or 0.0) if row.beside_s else 0.0
+        busy_s = part * (row.load_s or 0.0) if row.overlapped_s else 0.0
         if row.tier == "disk":
             disk = part
         if row.tier == "disk" and row.served is not None and not far:
             aside_s += busy_s  # found with the disk itself: what it takes, without a queue
         else:
-            beside_s += busy_s
+            overlapped_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
     fetched = disk * scenario.batch * scenario.fetched_bytes
     asked = 1.0  # requests for one example; in block order one brings its neighbors along
@@ -320,7 +320,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
     found = "disk" in scenario.served and not far
     return BatchCost(
         inline_s=inline_s,
-        beside_s=beside_s,
+        overlapped_s=overlapped_s,
         aside_s=aside_s + _latency_s(scenario, requests),
         requests=requests,
         far_bytes=far * fetched,
@@ -362,7 +362,7 @@ def traffic_of(scenario: Scenario, asked: BatchCost) -> RunTraffic:
         Visit(place="disk", seconds=asked.disk_bytes / scenario.disk_bytes_s),
         Visit(place="own wait", seconds=asked.aside_s),
         Visit(place="own workers", seconds=asked.read_s),
-        Visit(place="own thread", seconds=asked.beside_s),
+        Visit(place="own thread", seconds=asked.overlapped_s),
     ]
     return RunTraffic(
         nodes=scenario.nodes,

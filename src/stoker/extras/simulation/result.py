@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from stoker.extras.simulation.queues import BatchCost, QueueTimes
 from stoker.extras.simulation.scenario import Scenario
 from stoker.plan.tiers import NO_STALL
-from stoker.plan.trials import Interval, say_range
+from stoker.plan.trials import Interval, format_range
 from stoker.runtime.files import replace_atomically
 from stoker.schema import Json, as_json
 from stoker.units import format_bytes, format_count, format_percent, format_rate, format_seconds
@@ -97,7 +97,7 @@ def encoding_with(scenario: Scenario, encoders: int) -> EncodingEstimate:
     )
 
 
-def beside_s(scenario: Scenario, encoding: EncodingEstimate, steps_s: float) -> float:
+def first_epoch_while_encoding_s(scenario: Scenario, encoding: EncodingEstimate, steps_s: float) -> float:
     """Return seconds of the first epoch where training starts at once and encoding continues during it.
 
     Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
@@ -211,9 +211,9 @@ class Simulation:
     """By number of encoders."""
     encoding: EncodingEstimate
     """The estimate that the ways use."""
-    beside_s: float
+    first_epoch_while_encoding_s: float
     """Seconds of the first epoch where training starts at once and encoding continues during it."""
-    beside_range_s: Interval | None = None
+    first_epoch_while_encoding_range_s: Interval | None = None
     """The least and the largest that are likely; None: as for those of ways."""
     ways: tuple[Way, ...]
     fastest: str
@@ -235,8 +235,8 @@ class Simulation:
             "scenario": {_STAGE_KEYS.get(name, name): one for name, one in asdict(self.scenario).items()},
             "encodings": [one.to_json() for one in self.encodings],
             "encoding": self.encoding.to_json(),
-            "beside_s": self.beside_s,
-            "beside_range_s": as_json(self.beside_range_s),
+            "first_epoch_while_encoding_s": self.first_epoch_while_encoding_s,
+            "first_epoch_while_encoding_range_s": as_json(self.first_epoch_while_encoding_range_s),
             "ways": [{**asdict(one), "fits": one.fits} for one in self.ways],
             "fastest": self.fastest,
             "cheapest": self.cheapest,
@@ -309,7 +309,10 @@ def _of_place(scenario: Scenario, asked: BatchCost, place: str, period_s: float)
         wanted = math.ceil(asked.read_s / period_s)
         return "workers of one rank", f"workers={wanted}, with cores for them, or precompute"
     if place == "own thread":
-        return "the thread of a rank that loads", f"{format_seconds(asked.beside_s)} a batch: a smaller dtype"
+        return (
+            "the thread of a rank that loads",
+            f"{format_seconds(asked.overlapped_s)} a batch: a smaller dtype",
+        )
     if asked.requests:
         wanted = math.ceil(asked.requests * scenario.store_latency_s / period_s)
         return (
@@ -403,7 +406,7 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.epoch_s),
         format_percent(way.stall)
         if way.stall_range is None
-        else f"{format_percent(way.stall)}, {say_range(way.stall_range).removesuffix(' likely')}",
+        else f"{format_percent(way.stall)}, {format_range(way.stall_range)}",
         format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
         ", ".join(memory) or "-",
         format_seconds(way.total_s),

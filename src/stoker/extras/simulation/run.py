@@ -24,10 +24,10 @@ from stoker.extras.simulation.result import (
     EncodingEstimate,
     Simulation,
     Way,
-    beside_s,
     choose_way,
     encodings,
     find_bottleneck,
+    first_epoch_while_encoding_s,
     list_defaults,
     pick_quickest,
 )
@@ -224,7 +224,7 @@ def simulate(scenario: Scenario) -> Simulation:
         scenario=scenario,
         encodings=tried,
         encoding=encoding,
-        beside_s=beside_s(scenario, encoding, steps_s),
+        first_epoch_while_encoding_s=first_epoch_while_encoding_s(scenario, encoding, steps_s),
         ways=tuple(ways),
         taken=list_defaults(scenario),
         **choose_way(scenario, ways),
@@ -256,7 +256,11 @@ def _with_ranges(found: Simulation, low: Simulation, high: Simulation) -> Simula
     return replace(
         found,
         ways=tuple(ways),
-        beside_range_s=likely(found.beside_s, low.beside_s, high.beside_s),
+        first_epoch_while_encoding_range_s=likely(
+            found.first_epoch_while_encoding_s,
+            low.first_epoch_while_encoding_s,
+            high.first_epoch_while_encoding_s,
+        ),
         **choose_way(found.scenario, ways),
     )
 
@@ -473,7 +477,7 @@ def _static_disk(scenario: Scenario) -> _RecordPlacement | None:
 
 def _say_static(scenario: Scenario, parts: int) -> str:
     return (
-        f"order=static: each of {parts} ranks shuffles its own "
+        f"training.partition=static: each of {parts} ranks shuffles its own "
         f"{format_count(math.ceil(scenario.records / parts))} records alone"
     )
 

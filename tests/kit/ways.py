@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,17 @@ SOME_WAITS = {"random rows", "even rows", "rows by weight", "joined caches, choi
 """Ways that draw different rows of a record at random, which the device is asked about until all differ."""
 
 
+CHUNK_WAITS = ("bags", "ragged", "quantized", "shaped", "joined")
+"""Caches with fields of varying length: the host has to know which records come, once for many batches."""
+
+
+def most_chunk_waits(way: str) -> int:
+    """Return how often, at most, the host asks the device which records come in a chunk of an epoch."""
+    name, settings = {**WAYS, **DRAWN}[way]
+    is_known_on_host = {"batch_by", "batch_tokens", "windows"} & settings.keys() or settings.get("shuffle")
+    return 0 if is_known_on_host or name not in CHUNK_WAITS else 1
+
+
 def loader_of(caches: Mapping[str, Any], way: str, **settings: Any) -> Loader:
     """Return a loader for one of the ways."""
     name, own = {**WAYS, **DRAWN}[way]
@@ -172,3 +183,32 @@ def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
     else:
         return {}
     return {f"{name}.{rest}": tensor for name, part in parts for rest, tensor in tensors_of(part).items()}
+
+
+def check_batches(
+    batches: Sequence[Any],
+    expected: Sequence[Any],
+    to_host: Callable[[str, torch.Tensor], torch.Tensor],
+    *,
+    tolerance: float = 0.0,
+) -> None:
+    """Compare batches on a device with those of the CPU.
+
+    Args:
+        batches: Those to check.
+        expected: The same in host memory.
+        to_host: Checks that a tensor, by its name, is on the device, and returns its values in host memory.
+        tolerance: How far numbers with fractions may differ; 0: not by a bit.
+    """
+    assert len(batches) == len(expected)
+    for batch, wanted in zip(batches, expected, strict=True):
+        tensors, others = tensors_of(batch), tensors_of(wanted)
+        assert tensors.keys() == others.keys()
+        assert batch.position == wanted.position
+        for name, tensor in tensors.items():
+            values = to_host(name, tensor)
+            assert tensor.dtype == others[name].dtype, name
+            if tolerance and tensor.is_floating_point():
+                torch.testing.assert_close(values, others[name], rtol=tolerance, atol=tolerance)
+            else:
+                assert torch.equal(values, others[name]), name
