@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
-from stoker.profile.result import demand_of, forecast_other_gpus, watch, write_page
+from stoker.profile.result import check_prices, demand_of, forecast_other_gpus, watch, write_page
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 
@@ -106,7 +106,7 @@ def test_other_gpus_are_judged_by_what_a_step_multiplies_and_calls() -> None:
     assert v100.step_s == pytest.approx(1e12 / (0.3 * 125e12))
     assert v100.share < h100.share < h200.share < 1.0
     with pytest.raises(ConfigError, match="no GPU of the table is called 'RTX'"):
-        forecast_other_gpus(heavy, demand, machine, rates, {"RTX": 1.0})
+        check_prices({"RTX": 1.0})
 
 
 def test_a_step_that_cannot_be_counted_is_profiled_all_the_same() -> None:
