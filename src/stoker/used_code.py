@@ -12,7 +12,9 @@ import inspect
 import io
 import os
 import sys
+import sysconfig
 import tokenize
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,6 +56,42 @@ def is_library(kind: Any) -> bool:
     if top in ("builtins", "__main__") or is_foreign(kind):
         return is_foreign(kind)
     return top in sys.stdlib_module_names or _installed(sys.modules.get(top))
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type of an error, its file and line as `place_of_error` does, and its text.
+
+    >>> describe_failure(ValueError("x"))
+    'ValueError: x'
+    """
+    place = place_of_error(error)
+    at = f" at {place}" if place else ""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}{at}" + (f": {text}" if text else "")
+
+
+def place_of_error(error: BaseException) -> str | None:
+    """Return file and line in the user's own code, or else in a library; None: the error is of neither.
+
+    It is the innermost place outside of Stoker, Python and installed packages, if there is one.
+    """
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    stoker, python = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(("<frozen", stoker))
+        and not frame.filename.endswith("importlib/__init__.py")
+    ]
+    own = [
+        frame
+        for frame in foreign
+        if not (frame.filename.startswith(python) or _NOT_OWN & {*Path(frame.filename).parts})
+    ]
+    found = (own or foreign)[-1:]
+    return f"{found[0].filename}:{found[0].lineno}" if found else None
 
 
 def source_text(kind: Any) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
-from stoker.profile.result import demand_of, forecast_other_gpus, watch, write_page
+from stoker.profile.result import check_prices, demand_of, forecast_other_gpus, watch, write_page
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 
@@ -106,7 +106,7 @@ def test_other_gpus_are_judged_by_what_a_step_multiplies_and_calls() -> None:
     assert v100.step_s == pytest.approx(1e12 / (0.3 * 125e12))
     assert v100.share < h100.share < h200.share < 1.0
     with pytest.raises(ConfigError, match="no GPU of the table is called 'RTX'"):
-        forecast_other_gpus(heavy, demand, machine, rates, {"RTX": 1.0})
+        check_prices({"RTX": 1.0})
 
 
 def test_a_step_that_cannot_be_counted_is_profiled_all_the_same() -> None:
@@ -205,3 +205,28 @@ def test_a_script_without_a_loader_or_that_hangs_is_said_so(tmp_path: Path) -> N
         profile_script(tmp_path / "none.py")
     with pytest.raises(StalledError, match=r"within 0\.2 s"):
         profile_script(tmp_path / "hangs.py", timeout_s=0.2)
+
+
+def test_an_error_of_the_script_is_told_as_the_scripts_own_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("import json\nraise ValueError('rows are gone')\n")
+    (tmp_path / "library.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
+
+    _, raised = run("profile", "bad.py", exit_code=3)
+    _, library = run("profile", "library.py", exit_code=3)
+    _, syntax = run("profile", "syntax.py", exit_code=3)
+
+    assert "ValueError at bad.py:2: rows are gone" in raised
+    assert "python bad.py" in raised
+    assert "JSONDecodeError at library.py:3: " in library
+    assert "SyntaxError at syntax.py:2: " in syntax
+
+
+def test_a_price_of_an_unknown_gpu_is_refused_before_the_script_runs(script: Path) -> None:
+    _, said = run("profile", "train.py", "--price", "H101=2", exit_code=3)
+
+    assert "H101" in said
+    assert not (script.parent / "arguments.json").exists()

@@ -65,6 +65,19 @@ def part_used(loop: LoopTimes, resources: Resources) -> tuple[float, bool]:
     return min(1.0, loop.flops / loop.compute_s / peak_flops(here)), True
 
 
+def check_prices(prices: Mapping[str, float]) -> None:
+    """Check that each name of `prices` begins the name of a GPU of the table.
+
+    Raises:
+        ConfigError: One does not.
+    """
+    unknown = [name for name in prices if not any(gpu.startswith(name) for gpu in MEMORY_GIB)]
+    if unknown:
+        raise ConfigError(
+            f"no GPU of the table is called {unknown[0]!r}", hint=f"Known are {', '.join(MEMORY_GIB)}"
+        )
+
+
 def forecast_other_gpus(
     loop: LoopTimes, demand: Demand, resources: Resources, rates: Rates, prices: Mapping[str, float]
 ) -> tuple[OtherGpu, ...]:
@@ -75,11 +88,6 @@ def forecast_other_gpus(
         resources, rates: Of this machine, whose host memory and disk the GPU is taken to have.
         prices: What an hour costs, by the beginning of a GPU's name.
     """
-    unknown = [name for name in prices if not any(gpu.startswith(name) for gpu in MEMORY_GIB)]
-    if unknown:
-        raise ConfigError(
-            f"no GPU of the table is called {unknown[0]!r}", hint=f"Known are {', '.join(MEMORY_GIB)}"
-        )
     used, _ = part_used(loop, resources)
     there = replace(demand, device="cuda", step_cpus=1.0)
     speeds = Rates(copy_bytes_s=rates.copy_bytes_s, disk_bytes_s=rates.disk_bytes_s, measured=True)

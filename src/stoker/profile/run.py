@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import signal
 import statistics
 import sys
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the place that tor
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.errors import ConfigError, StalledError
+from stoker.errors import ConfigError, StalledError, StokerError
 from stoker.plan import measure_rates, probe
 from stoker.plan.resources import resolve_device
 from stoker.profile.result import (
@@ -29,6 +30,7 @@ from stoker.profile.result import (
     Profile,
     SampleStage,
     StackSamples,
+    check_prices,
     demand_of,
     forecast_other_gpus,
     gpus_for,
@@ -38,6 +40,7 @@ from stoker.profile.result import (
     time_samples,
     watch,
 )
+from stoker.used_code import describe_failure
 
 # ----------------------------------------------------------------------------------------------------------
 # What one step asks of any device: operations in matrix products, and calls of kernels.
@@ -254,7 +257,8 @@ def profile(
         Times, stall and predictions: `verdict` is one sentence, `to_json` has all figures.
 
     Raises:
-        ConfigError: The loader has no more than two batches, or `steps` is below 1.
+        ConfigError: The loader has no more than two batches, `steps` is below 1, or no GPU of the table has
+            a name of `prices`.
 
     Examples:
         >>> import stoker, torch
@@ -267,6 +271,7 @@ def profile(
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}", hint="Expected at least 1")
+    check_prices(prices)
     where = resolve_device(device)
     watched = LoopProbe(loader, steps=steps, device=where)
     take(watched, step)
@@ -302,12 +307,14 @@ def profile_script(
     takes three times `steps` steps.
 
     Raises:
-        ConfigError: There is no such script, or it iterates no `DataLoader`.
+        ConfigError: There is no such script, it fails (names file and line), or it iterates no `DataLoader`;
+            or no GPU of the table has a name of `prices`.
         StalledError: It takes longer than `timeout_s`.
     """
     if not path.is_file():
         why = "is not a file" if path.exists() else "does not exist"
         raise ConfigError(f"{path} {why}", hint="Expected a Python script that trains, or a YAML file")
+    check_prices(prices)
     where = resolve_device("auto")
     found: list[tuple[LoopProbe, Any]] = []
     plain = DataLoader.__iter__
@@ -328,9 +335,15 @@ def profile_script(
             runpy.run_path(str(path), run_name="__main__")
     except (ProfilingDone, SystemExit):
         pass
-    except Exception:  # as in `take`
+    except StokerError:
+        raise
+    except Exception as error:  # as in `take`
         if not (found and found[0][0].counting):
-            raise
+            raise ConfigError(
+                f"the script {path} failed with {describe_failure(error)}",
+                hint=f"Correct it until `{shlex.join(['python', str(path), *arguments])}` trains, then "
+                "profile it again",
+            ) from error
     finally:
         for watched, _ in found:
             watched.close()

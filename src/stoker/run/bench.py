@@ -35,6 +35,7 @@ from stoker.profile.result import (
     SampleStage,
     StackSamples,
     TierForecast,
+    check_prices,
     forecast_other_gpus,
     gpus_for,
     largest,
@@ -722,10 +723,12 @@ def profile_config(
         timeout_s: Seconds for the samples, and again for the steps.
 
     Raises:
-        ConfigError: The records have no time, so that there is no loop; or there are too few for two batches.
+        ConfigError: The records have no time, so that there is no loop; there are too few for two batches; or
+            no GPU of the table has a name of `prices`.
         StalledError: It takes longer than `timeout_s`; the message names stage and sample.
         StokerError: As `locate`, and as encoding.
     """
+    check_prices(prices)
     run = run.parts()[0]
     job, located = locate_with_job(run, run.split)
     windows_in(run, located.recipe.schema)

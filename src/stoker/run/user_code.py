@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
+from stoker.used_code import describe_failure, place_of_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class UserCode:
         except StokerError:
             raise
         except TypeError as error:
-            if _place(error) is None:  # the call itself
+            if place_of_error(error) is None:  # the call itself
                 raise ConfigError(
                     f"{self.setting} {self.spec}: {error}; {self.arguments} gives "
                     f"{', '.join(arguments) or 'nothing'}",
@@ -135,10 +135,8 @@ class UserCode:
             raise self._failed("cannot be imported", error) from error
 
     def _failed(self, doing: str, error: Exception) -> StokerError:
-        place = _place(error)
-        at = f" at {place}" if place else ""
         return self.error(
-            f"{self.setting} {self.spec}, {doing}: {type(error).__name__}{at}: {error}", hint="Fix it there"
+            f"{self.setting} {self.spec}, {doing}: {describe_failure(error)}", hint="Fix it there"
         )
 
 
@@ -152,18 +150,6 @@ def takes_argument(make: Any, name: str) -> bool:
 
 def _shown(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "nothing"
-
-
-def _place(error: BaseException) -> str | None:
-    """Return file and line in the user's own code: the innermost that is neither ours nor Python's import."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__]
-    own = [f for f in own if not f.filename.endswith("importlib/__init__.py")]
-    outside = [f for f in own if "site-packages" not in f.filename and f"{sys.prefix}/lib" not in f.filename]
-    found = (outside or own)[-1:]
-    return f"{found[0].filename}:{found[0].lineno}" if found else None
 
 
 # ----------------------------------------------------------------------------------------------------------
