@@ -13,17 +13,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stoker.errors import StalledError
-from stoker.loader import Loader, prefetch
+from stoker.loader import Loader, disk, prefetch
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
 from stoker.monitor import StallMeter
 from stoker.store import Cache, storage
 from stoker.store import mirror as folder
+from stoker.store.remote import FolderRemote, TransientError
 from stoker.units import KIB
 from tests.kit import forked as subprocess
 from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables
@@ -107,6 +109,60 @@ def test_neighbors_that_an_order_takes_at_different_times_come_in_one_request(
     blocks = sum(run.stop - run.first for run in runs)
     assert blocks > 1000
     assert len(runs) < blocks / 3
+
+
+def _stop_answering(monkeypatch: pytest.MonkeyPatch, answers_again_after_s: float = float("inf")) -> None:
+    """From now on no shard can be read from a shared folder."""
+    read, back = FolderRemote.read, time.monotonic() + answers_again_after_s
+
+    def refused(self: FolderRemote, name: str, begin: int, end: int, **more: Any) -> None:
+        if name.endswith(".safetensors") and time.monotonic() < back:
+            raise TransientError("the connection was refused")
+        read(self, name, begin, end, **more)
+
+    monkeypatch.setattr(FolderRemote, "read", refused)
+    monkeypatch.setattr(disk, "READ_TIMEOUT_S", 0.3)
+
+
+def test_a_store_that_is_away_longer_than_a_local_read_may_take_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = stored(tmp_path / "share", 16, record=(64, 64))
+    remote, _ = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
+    one, other = (Loader(c, **{"shuffle": True, **settings()}) for c in (remote, local))
+    _stop_answering(monkeypatch, 1.5)
+
+    assert compared(one, other, 1) == 4
+
+
+def test_a_store_that_stays_away_ends_the_epoch_with_url_operation_attempts_and_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path / "share", 16, record=(64, 64))
+    remote, _ = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
+    _stop_answering(monkeypatch)
+    monkeypatch.setattr(folder.MirrorFolder.fetch, "__defaults__", (1.0,))
+
+    with pytest.raises(
+        StalledError, match=r"get file://.*/shard-\S+ failed \d+ times .*connection was refused"
+    ):
+        next(iter(Loader(remote, **{"shuffle": True, **settings()})))
+
+
+def test_a_timeout_that_the_user_gave_ends_the_wait_for_a_store_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path / "share", 16, record=(64, 64))
+    remote, _ = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
+    _stop_answering(monkeypatch)
+    begun = time.monotonic()
+
+    with pytest.raises(
+        StalledError, match=r"get file://.*/shard-\S+ failed \d+ times .*connection was refused"
+    ):
+        next(iter(Loader(remote, **{"shuffle": True, "timeout": 1.0, **settings()})))
+
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_who_waits_for_a_store_is_told_now_and_then_and_in_the_end(
 
     said = [record.getMessage() for record in caplog.records]
     assert 3 <= len(said) <= 5
-    assert said[0].startswith("get x failed 4 times, trying on for 1")
+    assert said[0].startswith("get x failed 4 times, tried again for at most 1")
     assert all("connection refused" in line for line in said)
     assert kept.count > 20
 

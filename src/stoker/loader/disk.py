@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.errors import StalledError
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate
 from stoker.loader.choose import ChosenRows, Taken
 from stoker.loader.chunks import RECORD, Chunk, ColumnStrip, HostPlaces, Locator, chosen_in, to_host
@@ -35,6 +36,7 @@ from stoker.loader.outputs import OutputSpec
 from stoker.loader.record_reads import PieceReader, ReadRequest
 from stoker.loader.tiers import Memory, begin_thread, bytes_of
 from stoker.runtime.threads import Pool, Ticket
+from stoker.store.mirror import FETCH_ENDS_S
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.schema import Schema
     from stoker.store import Cache
+    from stoker.store.mirror import MirrorRoot
     from stoker.store.shard import Verify
 
 READ_THREADS = 4
@@ -55,7 +58,7 @@ Source: `benchmarks/serve_disk.py`, and docs/design/028-verify-on-read.md.
 PIECE_BYTES = MIB
 """Bytes of a batch that are worth a thread of their own while all comes from the page cache."""
 READ_TIMEOUT_S = 60.0
-"""Seconds that a batch may take to be read."""
+"""Seconds that a batch may take to be read from files of this machine."""
 MAX_PREFETCH = 4
 """Batches read ahead at most; it starts with one, and one more whenever a batch was not ready in time."""
 PREFETCH_BYTES = 1024 * MIB
@@ -117,16 +120,22 @@ class DiskBatches:
         options: Options,
         *,
         threads: int = 1,
+        mirrors: tuple[MirrorRoot, ...] = (),
     ) -> None:
         """`memory` gives the host memory that holds some of the records by now; of `options` matter the
         `timeout_s` of a batch, `verify` and `meter`. `threads` gather a large batch from memory together.
+        `mirrors` are those that the cache comes through.
         """
         self._cache = cache
         self._table = table
         self._outputs = outputs
         self._locator = locator
         self._memory = memory
-        self._timeout_s = options.timeout_s or READ_TIMEOUT_S
+        self._is_asked = bool(options.timeout_s)
+        """True if the user gave the timeout."""
+        # A fetch has a timeout of its own, whose error says more: that must come first.
+        self.timeout_s = options.timeout_s or (FETCH_ENDS_S if mirrors else READ_TIMEOUT_S)
+        """Seconds that a batch may take to be read; from a store, without any byte that comes."""
         self._verify: Verify = options.verify
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._gatherers = Pool(threads - 1, "stoker-gather") if threads > 1 else None
@@ -136,9 +145,9 @@ class DiskBatches:
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self._meter = options.meter
-        self.fetching_s: Callable[[], float] | None = None
-        """Gives the seconds that reads have waited for an object store so far; None: the files are here."""
+        self._mirrors = mirrors
         self._fetching_s = 0.0
+        """Seconds that reads had waited for a store when it was last asked."""
         self._pieces = PieceReader(cache.recipe.columns, outputs, READ_THREADS)
         self._converters = [make_converter(output, torch.device("cpu")) for output in outputs]
         self._views = FieldViews(cache.recipe.columns, outputs)
@@ -252,7 +261,7 @@ class DiskBatches:
             pending.gather()
         begin = perf_counter()
         what = f"reading a batch of {self._cache.path}"
-        waited = [ticket.result(self._timeout_s, what) for ticket in pending.tickets]
+        waited = [self._result(ticket, what) for ticket in pending.tickets]
         if waited:
             self._waits = any(waited)
         if meter is not None:
@@ -261,11 +270,33 @@ class DiskBatches:
             meter.spent("read", max(0.0, perf_counter() - begin - fetched_s))
         return pending.values
 
+    def _result(self, ticket: Ticket[int], what: str) -> int:
+        """Return what the reads of a ticket returned, as `Ticket.result`.
+
+        From a store a batch takes several fetches, each with its own timeout, so that bytes that come extend
+        the wait. A timeout that the user gave ends it in any case.
+        """
+        came = self._came_bytes()
+        while not ticket.wait(self.timeout_s) and self._mirrors:
+            before, came = came, self._came_bytes()
+            if self._is_asked or came == before:
+                said = [one.retries.describe_slowest() for one in self._mirrors]
+                raise StalledError(
+                    "; ".join([f"{what} took longer than {self.timeout_s:g} s", *filter(None, said)]),
+                    hint="See whether the store answers and the network holds, then run again: what arrived "
+                    "is kept",
+                )
+        return ticket.result(0.0 if self._mirrors else self.timeout_s, what)
+
+    def _came_bytes(self) -> int:
+        """Return the bytes that came from stores so far."""
+        return sum(one.counters.bytes for one in self._mirrors)
+
     def _fetched_s(self, threads: int) -> float:
         """Return seconds, of each thread, that reads waited for an object store since the last call."""
-        if self.fetching_s is None:
+        if not self._mirrors:
             return 0.0
-        before, self._fetching_s = self._fetching_s, self.fetching_s()
+        before, self._fetching_s = self._fetching_s, sum(one.counters.wait_s for one in self._mirrors)
         return (self._fetching_s - before) / max(1, threads)
 
     def _gather(  # noqa: PLR0913, PLR0917 - what `begin` knows
@@ -436,7 +467,7 @@ class PartialBatches:
             if not ticket.done() and following > batches:
                 self._depth = min(MAX_GROUP_PREFETCH, self._depth + 1)
             begin = perf_counter()
-            group = ticket.result(READ_TIMEOUT_S * WAIT_FACTOR, "bringing a batch to the device")
+            group = ticket.result(self._disk.timeout_s * WAIT_FACTOR, "bringing a batch to the device")
             if self._meter is not None:
                 self._meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
             columns = [_cut(value, size) for value in [*self._place(group, near), group.index]]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stoker.loader.records import RecordTable
     from stoker.schema import Field
     from stoker.store import Cache
-    from stoker.store.mirror import MirrorFolder
+    from stoker.store.mirror import MirrorFolder, MirrorRoot
 
 T = TypeVar("T")
 
@@ -744,10 +744,11 @@ def runs_of(blocks: NDArray[np.int64], locator: BlockLocator, most: int) -> list
     return [run for _, run in sorted(found, key=lambda one: one[0])]
 
 
-def make_wait_clock(cache: Cache) -> Callable[[], float] | None:
-    """Return what gives the seconds that reads waited for a remote cache; None if its files are local."""
-    counters = list({id(m.folder.counters): m.folder.counters for m in find_mirrors(cache) or ()}.values())
-    return (lambda: sum(one.wait_s for one in counters)) if counters else None
+def find_mirror_roots(cache: Cache) -> tuple[MirrorRoot, ...]:
+    """Return the mirrors that records of a cache come through; none if all files are local."""
+    caches = cache.members if isinstance(cache, JointCache) else (cache,)
+    folders = [open_storage(one.path).mirror for one in caches]
+    return tuple({id(one.root): one.root for one in folders if one is not None}.values())
 
 
 def describe_remote(

@@ -35,8 +35,8 @@ from stoker.loader.prefetch import (
     BatchPrefetcher,
     BlockLocator,
     BlockPrefetcher,
+    find_mirror_roots,
     make_block_prefetcher,
-    make_wait_clock,
 )
 from stoker.loader.records import column_of, drop_quarantined
 from stoker.loader.transform import NO_CUTS
@@ -348,7 +348,7 @@ class Engine:
 
     def _make_disk(self, outputs: tuple[OutputSpec, ...]) -> DiskBatches:
         design, locator = self._design, self._locator(torch.device("cpu"))
-        made = DiskBatches(
+        return DiskBatches(
             design.cache,
             design.table,
             outputs,
@@ -356,9 +356,8 @@ class Engine:
             lambda: self.placement.held.host,
             design.options,
             threads=design.threads,
+            mirrors=find_mirror_roots(design.cache),
         )
-        made.fetching_s = make_wait_clock(design.cache)
-        return made
 
     def _chunks_on(self, device: torch.device) -> Chunks:
         """Return the order, made on `device`."""

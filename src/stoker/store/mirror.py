@@ -41,6 +41,7 @@ from stoker.store.mirror_blocks import (
     remove_block_file,
 )
 from stoker.store.remote import (
+    ANSWER_S,
     TIMEOUT_S,
     FolderRemote,
     Remote,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOCK_FILE = ".mirror-lock"
 MARKER = ".mirror.json"
+FETCH_ENDS_S = TIMEOUT_S + 2 * ANSWER_S
+"""Seconds after which a fetch has ended: no attempt begins after `TIMEOUT_S`, and the last one ends too."""
 RUN_BLOCKS = 8
 """Blocks that one request asks for at most."""
 AT_ONCE = 16
@@ -519,7 +522,8 @@ class MirrorFolder:
             part.result(0.0, self.url_of(copy.name))
         if late := len(parts) - len(came):  # those not begun end at once: the deadline is theirs too
             raise StalledError(
-                f"{late} of {len(parts)} parts of {self.url_of(copy.name)} did not come in {timeout_s:g} s",
+                f"{late} of {len(parts)} parts of {self.url_of(copy.name)} did not come in {timeout_s:g} s"
+                f"{self._slowest()}",
                 hint="See whether the store answers, then run again: what arrived is kept",
             )
 
@@ -599,6 +603,11 @@ class MirrorFolder:
                 for run in copy.map.absent(first, last):
                     self._fetch_blocks(copy, *run, deadline)
 
+    def _slowest(self) -> str:
+        """Return what an error adds about requests under way."""
+        said = self.root.retries.describe_slowest()
+        return f": {said}" if said else ""
+
     def _busy(self, copy: BlockFile, waited_s: float) -> StalledError:
         return StalledError(
             f"another process has been fetching {self.url_of(copy.name)} for {waited_s:.0f} s",
@@ -623,7 +632,10 @@ class MirrorFolder:
         with self._came:
             if not self._came.wait_for(free, left):
                 url = self.url_of(copy.name)
-                raise StalledError(f"another thread has been fetching {url} for {left:.0f} s")
+                raise StalledError(
+                    f"another thread has been fetching {url} for {left:.0f} s{self._slowest()}",
+                    hint="See whether the store answers, then run again: what arrived is kept",
+                )
             absent = not copy.map.holds(first, last)
             if absent:
                 self._under_way.append(own)

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -212,11 +213,38 @@ SAY_AGAIN_S = 30.0
 
 
 @dataclass(slots=True)
+class _Request:
+    """One operation that has not ended yet."""
+
+    what: str
+    began: float
+    """Monotonic time."""
+    failure: FailedAttempt | None = None
+    """The last one."""
+
+    def __str__(self) -> str:
+        if self.failure is None:
+            return f"{self.what} has not been answered for {time.monotonic() - self.began:.1f} s"
+        failed = self.failure
+        return f"{self.what} failed {failed.attempts} times in {failed.spent_s:.1f} s: {failed.error}"
+
+
+@dataclass(slots=True)
 class Retries:
-    """Counts attempts that had to be repeated; one for each mirror."""
+    """Counts attempts that had to be repeated, and knows those under way; one for each mirror."""
 
     count: int = 0
+    _requests: list[_Request] = field(default_factory=list[_Request], repr=False)
+    """Operations that have not ended yet, the oldest first."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def describe_slowest(self) -> str:
+        """Say which operation under way failed most often, or has waited longest; empty without any."""
+        with self._lock:
+            slowest = max(
+                self._requests, key=lambda one: one.failure.attempts if one.failure else 0, default=None
+            )
+        return "" if slowest is None else str(slowest)
 
     def run(self, operation: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
         """Return what `operation` returns in the end.
@@ -229,16 +257,17 @@ class Retries:
             StalledError: The timeout passed; names the last failure and the number of attempts. Or the
                 process ends.
         """
-        say_at = 0.0
+        say_at, request = 0.0, _Request(what, time.monotonic())
 
         def note(failure: FailedAttempt) -> None:
             nonlocal say_at
             with self._lock:
                 self.count += 1
+                request.failure = failure
             if failure.attempts >= SAY_AFTER and failure.spent_s >= say_at:
                 say_at = failure.spent_s + SAY_AGAIN_S
                 left_s = timeout_s - failure.spent_s
-                text = "%s failed %d times, trying on for %.0f s: %s"
+                text = "%s failed %d times, tried again for at most %.0f s more: %s"
                 log.warning(text, what, failure.attempts, left_s, failure.error)
 
         def give_up(failure: FailedAttempt) -> StalledError:
@@ -251,13 +280,20 @@ class Retries:
                 "kept",
             )
 
-        return retry(
-            operation,
-            TransientError,
-            replace(POLICY, timeout_s=timeout_s),
-            on_retry=note,
-            give_up=give_up,
-        )
+        with self._lock:
+            self._requests.append(request)
+        try:
+            return retry(
+                operation,
+                TransientError,
+                replace(POLICY, timeout_s=timeout_s),
+                on_retry=note,
+                give_up=give_up,
+            )
+        finally:
+            with self._lock:
+                self._requests = [one for one in self._requests if one is not request]
+            request.failure = None  # its error keeps this frame: a circle
 
 
 # ----------------------------------------------------------------------------------------------------------
