@@ -403,6 +403,33 @@ def test_one_odd_list_in_a_table_leaves_the_other_rows_as_they_were(
     assert after[11] == outcome(whole, 11)
 
 
+@pytest.mark.parametrize(("kind", "empty"), [("jsonb", "'[]'::jsonb"), ("jsonb[]", "'{}'::jsonb[]")])
+def test_a_table_with_empty_lists_is_read_once_and_as_sqlite_reads_it(
+    server: Server, connection: Any, kind: str, empty: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = made()
+    database = write_sqlite(tmp_path / "rows.db", [[*row[:9], row[9] if n % 5 else [], *row[10:]]
+                                                   for n, row in enumerate(rows)])  # fmt: skip
+    if kind == "jsonb":
+        connection.execute("ALTER TABLE samples ALTER heard TYPE jsonb USING to_jsonb(heard)")
+    connection.execute(f"UPDATE samples SET heard = {empty} WHERE id % 50 = 0")
+    heard = {key: value for key, value in COLUMNS["receivers"].items() if key != "standardize"}
+    columns = {"receivers": heard}
+    reads: list[object] = []
+    batches = databases.PostgresSession.batches
+    monkeypatch.setattr(
+        databases.PostgresSession, "batches", lambda self: reads.append(self) or batches(self)
+    )
+
+    found, here = source(server.url(), columns=columns), source(database, columns=columns)
+    with pytest.raises(SourceError, match="key 50, column heard has 0 entries"):
+        found.read(5)
+    assert len(reads) == 1
+    assert found._shared.table.digest == here._shared.table.digest
+    monkeypatch.setattr(databases, "COPIED", frozenset())  # fetched, and picked as text
+    assert source(server.url(), columns=columns)._shared.table.digest == found._shared.table.digest
+
+
 def test_rows_of_copy_are_the_same_one_by_one_and_by_layout(server: Server, connection: Any) -> None:
     """Pieces that are rows are read many at a time, others row by row."""
     types = [20, 25, 2950, 1184, 701, 3802]

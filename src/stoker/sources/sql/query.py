@@ -612,21 +612,25 @@ class Pick:
                 for text, which fails for nothing.
         """
         if kind == JSONB_LIST:
-            entries, regular = f"unnest({column})", f"array_ndims({column}) = 1"
+            # An empty array has no dimensions: NULL.
+            regular = f"(cardinality({column}) = 0 OR array_ndims({column}) = 1)"
+            entries = f"unnest({column})"
         else:
             regular = f"jsonb_typeof({column}) = 'array'"
             entries = f"jsonb_array_elements(CASE WHEN {regular} THEN {column} END)"
         steps = ["->".join(["stoker_entry", *(f"'{name}'" for name in path)]) for path in self.paths]
-        objects = "bool_and(coalesce(jsonb_typeof(stoker_entry) = 'object', false))"
+        # Of an empty list, each aggregate but count is NULL.
+        objects = "coalesce(bool_and(coalesce(jsonb_typeof(stoker_entry) = 'object', false)), true)"
         chosen = f"{regular} AND {objects} AND count(*) <= {self.most}"
         if as_numbers:
             casts = ["boolean::int::float8" if path == self.truth else "float8" for path in self.paths]
             numbers = [f"coalesce(({s})::{c}, 'NaN')" for s, c in zip(steps, casts, strict=True)]
-            picked = f"array_agg(ARRAY[{', '.join(numbers)}])"
+            picked = f"coalesce(array_agg(ARRAY[{', '.join(numbers)}]), '{{}}')"
             # '?' is not a number: the cast fails, once there is such a row.
             otherwise = f"WHEN {column} IS NOT NULL THEN ARRAY[chr(63 + 0 * count(*)::int)::float8]"
         else:
-            picked = f"chr(1) || json_agg(json_build_array({', '.join(steps)}))::text"
+            listed = f"json_agg(json_build_array({', '.join(steps)}))"
+            picked = f"chr(1) || coalesce({listed}::text, '[]')"
             otherwise = f"ELSE chr(2) || to_jsonb({column})::text"
         return f"(SELECT CASE WHEN {chosen} THEN {picked} {otherwise} END FROM {entries} AS stoker_entry)"  # noqa: S608
 
