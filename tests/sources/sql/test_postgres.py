@@ -430,6 +430,42 @@ def test_a_table_with_empty_lists_is_read_once_and_as_sqlite_reads_it(
     assert source(server.url(), columns=columns)._shared.table.digest == found._shared.table.digest
 
 
+@pytest.mark.parametrize(
+    ("key", "index", "where"),
+    [("id", "id", None), ("id", "id", "id BETWEEN 500 AND 900"), ("name", 'name COLLATE "C"', None)],
+)
+def test_a_large_table_with_an_index_on_the_key_is_not_sorted(
+    server: Server, connection: Any, key: str, index: str, where: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.execute("DROP TABLE IF EXISTS big")
+    connection.execute(
+        "CREATE TABLE big AS SELECT n AS id, 'n' || lpad(n::text, 9, '0') AS name, "
+        "jsonb_build_array(jsonb_build_object('lat', n, 'note', repeat(md5(n::text), 5))) AS heard, "
+        "ARRAY['{\"lat\": 2}'::jsonb] AS list FROM generate_series(1, 30000) AS n"
+    )
+    connection.execute(f"CREATE INDEX big_key ON big ({index})")
+    connection.execute("VACUUM ANALYZE big")
+    asked: list[str] = []
+    copied = databases.PostgresSession._copied
+    monkeypatch.setattr(
+        databases.PostgresSession,
+        "_copied",
+        lambda self, sql, *rest: asked.append(sql) or copied(self, sql, *rest),
+    )
+    columns = {
+        name: {"column": name, "list": 4, "features": ["lat"], "mask": f"no_{name}"}
+        for name in ("heard", "list")
+    }
+
+    found = source(server.url(), table="big", key=key, columns=columns, where=where)
+    assert len(found) == (401 if where else 30000)
+    plan = [line for (line,) in connection.execute(f"EXPLAIN {asked[0]}")]
+    assert any("Index Scan using big_key" in line for line in plan), plan
+    assert not any("Sort" in line for line in plan), plan
+    assert found.read(7)["heard"].tolist()[0] == [507 if where else 8]
+    connection.execute("DROP TABLE big")
+
+
 def test_rows_of_copy_are_the_same_one_by_one_and_by_layout(server: Server, connection: Any) -> None:
     """Pieces that are rows are read many at a time, others row by row."""
     types = [20, 25, 2950, 1184, 701, 3802]

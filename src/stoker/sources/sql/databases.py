@@ -611,11 +611,12 @@ class PostgresSession:
         picks = {name: p for name, p in request.picks.items() if types[name] in (JSONB, JSONB_LIST)}
         copied = COPIED.issuperset(types[name] for name in request.selected if name not in picks)
         as_numbers = copied and bool(picks) and not self._picked_as_text
+        aliases = {name: f"stoker_unpacked_{place}" for place, name in enumerate(picks)}
         picked = {
-            name: pick.in_postgres(quoted(name), types[name], as_numbers=as_numbers)
+            name: pick.in_postgres(aliases[name], types[name], as_numbers=as_numbers)
             for name, pick in picks.items()
         }
-        unpacked = {name: unpacked_in_postgres(quoted(name), types[name]) for name in picks}
+        unpacked = {aliases[name]: unpacked_in_postgres(quoted(name), types[name]) for name in picks}
         sql = request.select_sql(tuple(map(self._order, request.key)), picked, unpacked)
         texts = {} if as_numbers else picks
         if as_numbers:

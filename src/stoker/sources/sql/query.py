@@ -602,10 +602,10 @@ class Pick:
         return extracted if len(self.paths) > 1 else f"json_array({extracted})"
 
     def in_postgres(self, column: str, kind: int, *, as_numbers: bool) -> str:
-        """Return an expression over a column of type jsonb or jsonb[], as `unpacked_in_postgres` gives it.
+        """Return an expression over a value of type jsonb or jsonb[], as `unpacked_in_postgres` gives it.
 
         Args:
-            column: The column, quoted.
+            column: Name of that value.
             kind: Its type.
             as_numbers: Ask for `float8[]`, with NaN for what is not there. The statement fails unless every
                 list of the table is regular and all values are numbers, the truth true or false. Else ask
@@ -874,15 +874,16 @@ class Request:
         Args:
             order: Terms of `ORDER BY`.
             picked: Expressions in place of columns.
-            unpacked: Expressions that are computed before those, once for each row.
+            unpacked: By name that `picked` uses, expressions that are computed once for each row.
         """
         names = ", ".join(picked.get(name, quoted(name)) for name in self.selected)
-        rows = f"{self.relation}{self._condition()}"
+        rows = self.relation
         if unpacked:
-            given = (f"{unpacked.get(name, quoted(name))} AS {quoted(name)}" for name in self.selected)
-            # Without OFFSET the two would be joined into one, with an expression wherever its column is used.
-            rows = f"(SELECT {', '.join(given)} FROM {rows} OFFSET 0) AS unpacked"  # noqa: S608
-        return f"SELECT {names} FROM {rows} ORDER BY {', '.join(order)}"  # noqa: S608
+            given = ", ".join(f"{expression} AS {name}" for name, expression in unpacked.items())
+            # Without OFFSET each name would be replaced by its expression, wherever it is used. Rows pass by
+            # this sub-query one by one: an index on the key still gives their order, and none is sorted.
+            rows += f" CROSS JOIN LATERAL (SELECT {given} OFFSET 0) AS stoker_unpacked"
+        return f"SELECT {names} FROM {rows}{self._condition()} ORDER BY {', '.join(order)}"  # noqa: S608
 
     def _condition(self) -> str:
         return "" if self.where is None else f" WHERE ({self.where}\n)"
