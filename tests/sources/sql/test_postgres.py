@@ -18,7 +18,8 @@ from stoker.run.look import look
 from stoker.runtime import threads
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
-from stoker.sources.sql.query import NUMBERS, PICKED, QueryTimeouts, as_list, unpack_row
+from stoker.sources.sql.query import QueryTimeouts
+from stoker.sources.sql.rows import NUMBERS, PICKED, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
 from stoker.testing import check_source
 from tests.sources.sql.rows import COLUMNS, made, write_postgres, write_sqlite

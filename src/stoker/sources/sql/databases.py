@@ -21,31 +21,33 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, arg
 from stoker.sources.files import check_opened_since, confined_sources, descriptors
 from stoker.sources.sql.query import (
+    JSONB,
+    JSONB_LIST,
+    ListReader,
+    Pick,
+    Request,
+    decode_picked,
+    list_reader,
+    quoted,
+    slice_numbers,
+    unpacked_in_postgres,
+)
+from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
     FOREVER_US,
     INT,
-    JSONB,
-    JSONB_LIST,
     REAL,
     TIME,
     Column,
     JsonText,
-    ListReader,
     Micros,
     NumberColumn,
     Packed,
-    Pick,
     PickedNumbers,
-    Request,
     Text,
     as_list,
-    decode_picked,
-    list_reader,
     pack_columns,
-    quoted,
-    slice_numbers,
-    unpacked_in_postgres,
 )
 from stoker.units import KIB, MIB
 
