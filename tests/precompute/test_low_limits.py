@@ -50,10 +50,11 @@ def control_groups() -> Iterator[Groups]:
 
 
 def run(folder: Path, before: str = ":", *, group: int = 4, workers: int = 1, width: int = WIDTH,
-        count: int = COUNT, namespace: bool = False) -> tuple[int, dict]:  # fmt: skip
+        count: int = COUNT, namespace: bool = False, copies: str = "") -> tuple[int, dict]:  # fmt: skip
     """Start it in a shell, after `before`; exit code and what it said."""
     script = Path(__file__).with_name("limited.py")
-    command = f'{before} && exec "{sys.executable}" "{script}" "{folder}" {count} {width} {group} {workers}'
+    given = f'"{folder}" {count} {width} {group} {workers} {copies}'
+    command = f'{before} && exec "{sys.executable}" "{script}" {given}'
     outer = ["unshare", "-m"] if namespace else []
     done = subprocess.run(
         [*outer, "bash", "-c", command],
@@ -116,6 +117,17 @@ def test_with_256_mib_of_memory(
     code, said = run(tmp_path, joined(groups), workers=workers)
 
     assert (code, said.get("records"), said.get("digest")) == (0, COUNT, unlimited["digest"]), said
+    assert "oom_kill 1" not in (groups[0] / "memory.oom_control").read_text()
+
+
+def test_automatic_workers_whose_samples_take_much_memory_are_not_killed(
+    tmp_path: Path, control_groups: Groups
+) -> None:
+    groups = control_groups("memory", limit_in_bytes=2304 * MIB)
+
+    code, said = run(tmp_path, joined(groups), group=1, workers=0, width=48 * WIDTH, count=32, copies="8")
+
+    assert (code, said.get("records"), said.get("lost")) == (0, 32, 0), said
     assert "oom_kill 1" not in (groups[0] / "memory.oom_control").read_text()
 
 

@@ -198,6 +198,15 @@ def test_no_reader_is_added_when_the_encoder_is_busy_or_there_are_enough():
     assert windows(WorkerPacing(most=2), 2, (0.9, 10, 0)) == [0]
 
 
+def test_no_reader_is_added_without_memory_for_it_and_one_goes_when_memory_is_short():
+    pace = WorkerPacing(most=8)
+    changes = []
+    for workers, fitting in ((2, 2), (2, 3), (3, 3), (3, 2), (2, 2)):
+        pace.step(0.9, 1.0, 40 * workers)
+        changes.append((pace.change(workers, 0.0, fitting), pace.is_held_back))
+    assert changes == [(0, True), (1, False), (0, True), (-1, True), (0, True)]
+
+
 def test_the_space_needed_follows_from_the_schema():
     assert 1000 * 1_024_004 < needed_bytes(DATA, 1000) < 1.02 * 1000 * 1_024_100
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from stoker.errors import ResourceError, SourceError, WorkerError
+from stoker.plan.resources import MemoryLimit
 from stoker.precompute import PrecomputeSettings, Timeouts, run_precompute
 from stoker.precompute import loop as loop_module
 from stoker.precompute import queue as queue_module
@@ -21,6 +23,8 @@ from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
+
+MIB = 1 << 20
 
 SHORT = Timeouts(start=20, open=0.7, read=0.7)
 
@@ -181,6 +185,57 @@ def test_automatic_workers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
     assert report.records == 240
 
 
+def test_automatic_workers_are_no_more_than_memory_has_room_for_and_that_is_said(
+    tmp_path, monkeypatch, spawned
+):
+    class Notes:
+        interval_s = 60.0
+
+        def __init__(self):
+            self.texts = []
+
+        def update(self, snapshot): ...
+
+        def note(self, text):
+            self.texts.append(text)
+
+        def close(self): ...
+
+    def little(*_):
+        return MemoryLimit(limit_bytes=64 * MIB, held_bytes=60 * MIB, label="memory.max of /job")
+
+    monkeypatch.setattr(loop_module, "host_memory", little, raising=False)
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
+    notes = Notes()
+
+    report = run(FakeSource((240,), delay_s=0.02), tmp_path / "few", workers=None, progress=notes)
+
+    assert (report.workers, report.records) == (1, 240)
+    (said,) = [text for text in notes.texts if "memory allows" in text]
+    assert "c: memory allows 1 worker: one has held " in said
+    assert "4.0 MiB are free (memory.max of /job)" in said
+    assert run(FakeSource((60,)), tmp_path / "asked", workers=2, progress=notes).workers == 2
+    assert len([text for text in notes.texts if "memory allows" in text]) == 1
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_an_automatic_worker_that_is_killed_for_memory_is_not_started_again(
+    tmp_path, monkeypatch, spawned, caplog, workers
+):
+    monkeypatch.setattr(loop_module, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(queue_module, "FIRST_START_S", 0.0)
+    monkeypatch.setattr(child, "oom_kills", itertools.count().__next__)
+    monkeypatch.setattr(workers_module, "_SPARE_TRIES", 0)
+    source = FakeSource((400,), delay_s=0.02, faults={300: "kill-once"}, marker=str(tmp_path))
+
+    report = run(source, tmp_path / "c", workers=workers)
+
+    assert (report.records, report.lost_workers) == (400, 1)
+    assert ("memory is too short for" in caplog.text) == (workers is None)
+    assert report.workers == len(spawned) - 1
+
+
 def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_process(
     tmp_path, monkeypatch, spawned
 ):
@@ -190,8 +245,8 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
 
     monkeypatch.setattr(loop_module, "_WINDOW_GROUPS", 1)
 
-    def scripted(self, workers, processor_s):
-        change(self, workers, processor_s)
+    def scripted(self, workers, *told):
+        change(self, workers, *told)
         return next(plan, 0)
 
     monkeypatch.setattr(loop_module.WorkerPacing, "change", scripted)

@@ -390,9 +390,8 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world_size: in
         ResourceError: `device` is not there.
         StalledError: The file system of `path` does not answer.
     """
-    proc, root = Path("/proc"), Path("/")
-    host = host_memory(proc, root)
-    cpu = cpu_share(proc, root, len(os.sched_getaffinity(0)))
+    host = host_memory()
+    cpu = cpu_share(Path("/proc"), Path("/"), len(os.sched_getaffinity(0)))
     free, total, name = device_memory(device, reclaim=True)
     disk_bytes, disk_inodes = (None, None) if path is None else disk_space(path)
     mount = None if path is None else storage_of(path)
@@ -415,7 +414,7 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world_size: in
 
 def memory_now(earlier: Resources) -> Resources:
     """Return the same with the host and device memory that is free now, for a running loader."""
-    host = host_memory(Path("/proc"), Path("/"))
+    host = host_memory()
     free, _, _ = device_memory(earlier.device)
     return replace(
         earlier,
@@ -426,7 +425,7 @@ def memory_now(earlier: Resources) -> Resources:
     )
 
 
-def host_memory(proc: Path, root: Path) -> MemoryLimit:
+def host_memory(proc: Path = Path("/proc"), root: Path = Path("/")) -> MemoryLimit:
     """Return the tightest of the machine's memory and every control group above this process.
 
     Args:

@@ -12,7 +12,7 @@ from pathlib import Path
 from stoker.encoders.protocol import EncodeBatchSize
 from stoker.errors import IncompleteError, RecordError, ResourceError, arg
 from stoker.plan.resources import Resources
-from stoker.precompute.arena import slot_size
+from stoker.precompute.arena import PIECE_BYTES, slot_size
 from stoker.precompute.queue import precompute_argument, retry_hint
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.disk import FreeSpace
@@ -185,6 +185,24 @@ def check_space_together(folder: Path, wanted: Sequence[tuple[Schema, int]], res
 _WORKER_BYTES = 64 * MIB
 """What a worker takes in addition to its arena: an interpreter, numpy and h5py are 35 MiB of its own."""
 _RAGGED_BYTES = MIB
+_COPIES_AT_LEAST = 2
+"""A sample is there that often while it is read: as it is stored, and as it is returned."""
+_COPIES_AT_MOST = 8
+"""Where it is decoded as float64, scaled and cast it is there six times."""
+
+
+def predict_worker_bytes(samples: Schema, largest_bytes: int = 0, *, at_most: bool = False) -> int:
+    """Return the bytes that a worker will hold without its arena, before one was seen.
+
+    Args:
+        samples: Fields of a sample; ragged ones count as empty.
+        largest_bytes: Of the largest sample that was read so far.
+        at_most: Return what it may hold; else what it will hold at least.
+    """
+    # Long samples are read in pieces along time.
+    fields = [(field.size_bytes(0 if field.ragged else None), field.time) for field in samples.values()]
+    fixed = sum(min(size, PIECE_BYTES) if time else size for size, time in fields)
+    return _WORKER_BYTES + (_COPIES_AT_MOST if at_most else _COPIES_AT_LEAST) * max(fixed, largest_bytes)
 
 
 def fit_memory(
@@ -219,8 +237,10 @@ def fit_memory(
             f"{format_count(group.samples)} samples need {format_bytes(needed)}",
             hint="Raise the limit, end other programs, or give the encoder a smaller group",
         )
-    most = max(1, resources.host_bytes // 4 // _WORKER_BYTES)
     workers = settings.workers
+    # A number that a user gives counts as it is: who gives it may know better what a worker holds.
+    each = predict_worker_bytes(samples) if workers is None else _WORKER_BYTES
+    most = max(1, resources.host_bytes // 4 // each)
     if workers is not None and workers > most:
         log.warning(
             "%s instead of %d: %s of host memory are free (%s)",

@@ -191,6 +191,8 @@ class InProcessReader:
         """A read hung, and was interrupted."""
         self.seconds = 0.0
         """Time spent on reading."""
+        self.largest_bytes = 0
+        """Of the ragged samples that were read."""
         self._memory = None if encodes or layout.mode != "group" else ReusedMemory()
         self._arrays: Sample = {}
         """Of the group in hand; one buffer for the run where a group is encoded before the next is read."""
@@ -295,6 +297,7 @@ class InProcessReader:
         arrays = private_arrays(schema, {name: (1, *sample[name].shape) for name in schema})
         for name, array in arrays.items():
             array[0] = sample[name]
+        self.largest_bytes = max(self.largest_bytes, sum(array.nbytes for array in arrays.values()))
         return arrays, []
 
     def release(self, batch: LoadedBatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import deque
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from stoker.errors import ResourceError, StalledError, StokerError
+from stoker.plan.resources import host_memory
 from stoker.precompute.arena import LoadedBatch
 from stoker.precompute.encode import (
     CopiedRecords,
@@ -25,7 +28,9 @@ from stoker.runtime.openmp import end_team
 from stoker.runtime.signals import Interrupts
 from stoker.store import Failure
 from stoker.store.write import RecordWriter
-from stoker.units import KIB, format_count
+from stoker.units import KIB, format_bytes, format_count
+
+log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
 # How many workers: more while the encoder waits and another one helps, fewer while several are idle.
@@ -53,19 +58,24 @@ class WorkerPacing:
     run begins with few workers. A worker is added when the encoder spent more than 15 % of the window
     waiting. It is removed when the next window was not 5 % faster: then this source gives no more, or
     something else is the limit. None is tried while this process and its workers use all processors: it would
-    cost a start and bring nothing. One is taken away when the encoder hardly waited while more than one
+    cost a start and bring nothing. None is added for which there is no memory, and one is taken away when
+    those at work could fill it. One is taken away, too, when the encoder hardly waited while more than one
     worker stood before a full arena. After a change that did not pay, the next trial comes 8 windows later,
     then 16, up to 64: a later file may be slower to read.
     """
 
     most: int
     """Upper bound: by cores, and by what the memory in flight allows."""
+    memory_bound: str = ""
+    """Why memory sets `most`; empty where cores or the work do."""
     processors: float = float("inf")
     """Processors that there are for us."""
     waited_s: float = 0.0
     elapsed_s: float = 0.0
     idle_s: float = 0.0
     groups: int = 0
+    is_held_back: bool = False
+    """In the last window another worker was due, and `most` or memory did not allow it."""
     _trial: Change = 0
     _before: float = 0.0
     _rest: int = 0
@@ -90,12 +100,13 @@ class WorkerPacing:
         length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
         return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * workers
 
-    def change(self, workers: int, processor_s: float = 0.0) -> Change:
+    def change(self, workers: int, processor_s: float = 0.0, fitting: float = math.inf) -> Change:
         """Return how many to add to the `workers` there are, or to do without; ends the window if it is full.
 
         Args:
             workers: At work.
             processor_s: Processor time used in the window, by this process and them.
+            fitting: Workers that there is memory for.
         """
         if not self.full(workers):
             return 0
@@ -104,21 +115,26 @@ class WorkerPacing:
         self.restart()
         trial, self._trial = self._trial, 0
         self._rest = max(0, self._rest - 1)
+        self.is_held_back = False
+        if workers > fitting:
+            self._before, self.is_held_back = rate, True
+            return -1
         if trial > 0 and rate < self._before * _GAIN:
             return self._undo(-1)
-        if trial < 0 and waits > _WAITS_MUCH and rate < self._before:
+        if trial < 0 and waits > _WAITS_MUCH and rate < self._before and workers < fitting:
             return self._undo(1)
         if trial:
             self._next_rest = _FIRST_REST
         self._before = rate
-        if waits > _WAITS_MUCH and workers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
-            self._trial = 1
+        if waits > _WAITS_MUCH and not self._rest and spare > _SPARE_PROCESSOR:
+            self.is_held_back = workers >= min(self.most, fitting)
+            self._trial = 0 if self.is_held_back else 1
         elif waits < _WAITS_LITTLE and idle > _IDLE_WORKERS and workers > 1 and not self._rest:
             self._trial = -1
         return self._trial
 
     def settle(self) -> None:
-        """Try nothing for a long time: another worker did not start."""
+        """Try nothing for a long time: another worker did not start, or memory was too short for it."""
         self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
 
     def restart(self) -> None:
@@ -249,6 +265,7 @@ class PrecomputeLoop:
         self._first: float | None = None
         self._processor_s: float | None = None
         """Processor time used when the window of `pacing` began."""
+        self._bound_said = False
         self._shown = 0.0
         self._rate = Rate(self._begun)
         self.encoded = 0
@@ -367,12 +384,32 @@ class PrecomputeLoop:
         if not pacing.full(pool.workers):
             return
         used = self._used_s()
-        change = pacing.change(pool.workers, used - self._processor_s)
+        memory, free = pool.memory(), host_memory()
+        fitting = memory.fitting(free.usable_bytes) if memory.largest_bytes else math.inf
+        change = pacing.change(pool.workers, used - self._processor_s, fitting)
         self._processor_s = used
+        if pacing.is_held_back and fitting < pacing.most:
+            held, size = format_bytes(memory.largest_bytes), format_bytes(free.usable_bytes)
+            self._say_bound(
+                min(pool.workers, int(fitting)), f"one has held {held}, and {size} are free ({free.label})"
+            )
+        elif pacing.is_held_back and pacing.memory_bound:
+            self._say_bound(pool.workers, pacing.memory_bound)
         if change > 0:
             pool.start(1)
         elif change < 0:
             pool.park()
+
+    def _say_bound(self, workers: int, why: str) -> None:
+        """Say once that memory sets the number of workers, where cores would allow more."""
+        if self._bound_said:
+            return
+        self._bound_said = True
+        text = f"{self._totals.name}: memory allows {format_count(workers, 'worker')}: {why}"
+        if self._sink is None:
+            log.info(text)
+        else:
+            self._sink.note(text)
 
     def _used_s(self) -> float:
         """Return the processor time that this process and those below it have used so far."""

@@ -270,11 +270,39 @@ class WorkQueue:
         return self._missing[self._part_of == part].tolist()
 
 
+_FOR_WORKERS = 0.9
+"""Part of the free memory that workers may still take; the rest is the encoder's and the writer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """Memory of the workers of a feed, by what they have held so far."""
+
+    workers: int
+    """Those at work."""
+    largest_bytes: int
+    """The most that one of them has held, without its arena; 0: the kernel does not say."""
+    growth_bytes: int
+    """Bytes that all of them would take in addition, if each held as much as that."""
+    next_bytes: int
+    """Bytes that one more would take."""
+
+    def fitting(self, usable_bytes: int) -> int:
+        """Return how many workers there may be; one fewer than there are where these do not fit.
+
+        >>> memory = WorkerMemory(workers=2, largest_bytes=300, growth_bytes=100, next_bytes=500)
+        >>> [memory.fitting(usable) for usable in (1500, 800, 600, 100)]
+        [4, 3, 2, 1]
+        """
+        room = int(_FOR_WORKERS * usable_bytes) - self.growth_bytes
+        return max(1, self.workers - 1 if room < 0 else self.workers + room // max(1, self.next_bytes))
+
+
 class WorkerPool(Protocol):
     """Worker processes of a feed: how many there are, and how to have more or fewer of them."""
 
     given_up: bool
-    """A worker could not be started, and the run continues without it."""
+    """A worker could not be started, or memory was too short for it, and the run continues without it."""
     wake_fd: int
     """A descriptor whose readiness ends a poll early (signals)."""
 
@@ -301,6 +329,10 @@ class WorkerPool(Protocol):
     @property
     def all_delivering(self) -> bool:
         """Every worker has delivered something, so that waiting is no longer for their start."""
+        ...
+
+    def memory(self) -> WorkerMemory:
+        """Return what the workers have held, to judge whether there is memory for one more."""
         ...
 
     def start(self, workers: int) -> None:

@@ -21,7 +21,7 @@ from stoker.errors import DeviceError, EncoderError, Interrupted, ResourceError,
 from stoker.plan.resources import Resources, probe, resolve_device
 from stoker.precompute.arena import Layout, plan_layout, slot_size
 from stoker.precompute.by_length import LengthStage, check_lengths, gatherer_of
-from stoker.precompute.checks import fit_copies, fit_memory
+from stoker.precompute.checks import fit_copies, fit_memory, predict_worker_bytes
 from stoker.precompute.encode import (
     PRECISION,
     BatchEncoder,
@@ -54,7 +54,7 @@ from stoker.precompute.loop import (
     WriteThread,
 )
 from stoker.precompute.progress import ProgressSink
-from stoker.precompute.queue import BatchOwner, PartSpan, SampleFeed, SampleLedger, WorkQueue
+from stoker.precompute.queue import BatchOwner, PartSpan, SampleFeed, SampleLedger, WorkerMemory, WorkQueue
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.precompute.worker import ChangeGuard, PartNames, SampleReader, digested_files, load_guard
 from stoker.precompute.workers import Supervisor, WorkerLaunch
@@ -71,7 +71,7 @@ from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.cache import fill_blocks
 from stoker.store.folder import SampleLookup
 from stoker.store.recipe import Recipe
-from stoker.units import MIB
+from stoker.units import MIB, format_bytes
 
 # ----------------------------------------------------------------------------------------------------------
 # Build the stages.
@@ -169,6 +169,8 @@ class StageBuilder:
         self._layout, self._first_workers, self.most_workers = self._plan()
         self.children = () if rehearsal else self._devices_of_children()
         """Devices on which a child encodes."""
+        self.largest_read_bytes = 0
+        """Of the ragged samples that this process has read; 0: none."""
         self.calls_a_batch = 1.0
         """Calls of encoders for what is read at a time."""
         self._encodes = encoder is not None
@@ -390,7 +392,15 @@ class StageBuilder:
     def _at_once(self, cores: int) -> int:
         if self.settings.workers is not None:
             return self._first_workers
-        return max(self._first_workers, min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER))
+        useful = min(cores, self.most_workers, self.queue.groups // _GROUPS_A_WORKER)
+        # Of ragged samples none may have been read. Then one worker shows what a worker holds.
+        if useful > 1 and (self.largest_read_bytes or not self._ragged):
+            largest = self.largest_read_bytes
+            held = predict_worker_bytes(self._schema, largest, at_most=True)
+            each = held + max(self._layout.flight_bytes, self._layout.arena_bytes + largest)
+            memory = WorkerMemory(workers=0, largest_bytes=held, growth_bytes=0, next_bytes=each)
+            useful = min(useful, memory.fitting(probe().host_bytes))
+        return max(self._first_workers, useful)
 
     def _payload(self) -> tuple[bytes, tuple[str, ...]]:
         """Return the source as workers get it, and what they import.
@@ -753,12 +763,16 @@ def plan_run(
         ResourceError: As `fit_memory`.
     """
     source = shares[0].source
-    settings, most = _with_copies(source, shares[0].settings)
+    settings, copies = _with_copies(source, shares[0].settings)
     resources = probe(path=shares[0].folder.path)
+    most = useful = max(1, min(copies, _useful(resources)))
     for share in shares:
         settings, fitting = fit_memory(source.schema(), share.folder.recipe, settings, resources)
         most = min(most, fitting)
-    pacing = WorkerPacing(most=max(1, min(most, _useful(resources))), processors=resources.cpus)
+    pacing = WorkerPacing(most=most, processors=resources.cpus)
+    if most < useful:
+        held, free = format_bytes(predict_worker_bytes(source.schema())), format_bytes(resources.host_bytes)
+        pacing.memory_bound = f"one holds at least {held}, and {free} are free ({resources.host_limit})"
     found = {"workers": settings.workers, "memory_bytes": settings.memory_bytes // len(shares)}
     placed = [replace(share, settings=replace(_on_device(share, sink), **found)) for share in shares]
     return placed, pacing
@@ -793,12 +807,22 @@ def _useful(resources: Resources) -> int:
     return _WORKERS_A_CORE * int(resources.cpus)
 
 
+def _why_no_more(builder: StageBuilder) -> str:
+    """Return why there may be no more than `most_workers`; empty where it is the work."""
+    if builder.most_workers >= builder.queue.groups:
+        return ""
+    return (
+        f"memory_bytes allows no more than {format_bytes(builder.settings.memory_bytes)} of samples in flight"
+    )
+
+
 def run_stages(
     builder: StageBuilder, sink: ProgressSink | None, share: EncodeShare, pacing: WorkerPacing
 ) -> ShareOutcome:
     """Run the stages, and end them in an order that keeps what was encoded."""
     settings, pool = builder.settings, None
-    pacing.most = min(pacing.most, builder.most_workers)
+    if builder.most_workers < pacing.most:
+        pacing.most, pacing.memory_bound = builder.most_workers, _why_no_more(builder)
     writer = builder.writer()
     try:
         loop = PrecomputeLoop(
@@ -861,6 +885,7 @@ def _run_head(builder: StageBuilder, loop: PrecomputeLoop, writer: WriteStage, s
         # Workers read with random states of their own: the caller's must not tell how many samples were here.
         with preserve_random_state(), closing(head.reader), head.watch:
             finished = loop.run(stages, lasts_s=share.lasts_s, enough=head.is_enough)
+        builder.largest_read_bytes = head.reader.largest_bytes
         builder.leave_device()  # children may need its memory
     except DeviceError:
         raise  # the mark stays: the next run begins with children, each of which has a context of its own

@@ -129,8 +129,8 @@ class PrecomputeSettings:
     """Worker processes, on Linux.
 
     None: the first samples are read in this process. Then there is one worker (without an encoder: one for
-    each core), and more while the encoder waits for data. With 0, and with None on other systems, this
-    process reads, without timeouts.
+    each core), and more while the encoder waits for data and memory has room for them. With 0, and with None
+    on other systems, this process reads, without timeouts.
     """
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""

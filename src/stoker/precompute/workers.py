@@ -26,7 +26,7 @@ import numpy as np
 from stoker.errors import ResourceError, SourceError, WorkerError, arg
 from stoker.precompute.arena import Arena, Layout, LoadedBatch, ReadTask, private_arrays
 from stoker.precompute.progress import WorkerView
-from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkerPool, WorkQueue
+from stoker.precompute.queue import ATTEMPTS, SampleLedger, WorkerMemory, WorkerPool, WorkQueue
 from stoker.precompute.settings import PrecomputeSettings, Timeouts
 from stoker.precompute.worker import PartNames, SampleFault, passing_fault
 from stoker.runtime.processes.child import Drain, LoggedChild, ProgressTimeout
@@ -483,6 +483,9 @@ class WorkerRoster:
 log = logging.getLogger("stoker")
 
 _MAX_START_FAILURES = 3
+_PEAK_FACTOR = 1.5
+"""A worker may come to hold that many times what one has held so far. The next samples may be larger, and
+malloc keeps what was freed in pieces that no large array fits into."""
 _ITEMS_AHEAD = 2
 
 
@@ -544,7 +547,10 @@ class Supervisor:
         self._roster = WorkerRoster(launch)
         self._incoming: dict[int, _PartialBatch] = {}
         self._ready: list[LoadedBatch] = []
+        self._is_automatic = settings.workers is None
         self._start_failures = 0
+        self._assembled_bytes = 0
+        """The largest encode batch that was put together here."""
         self.given_up = False
         self.wake_fd = -1
 
@@ -594,6 +600,23 @@ class Supervisor:
         """See `WorkerPool.all_delivering`."""
         return self._roster.all_delivering
 
+    def memory(self) -> WorkerMemory:
+        """See `WorkerPool.memory`."""
+        present = {worker.number: worker.process.memory() for worker in self._roster.working.values()}
+        largest = max((memory.peak_bytes for memory in present.values()), default=0)
+        parked = self._roster.parked
+        peak = int(_PEAK_FACTOR * largest)
+        growth = sum(peak - memory.bytes for number, memory in present.items() if number not in parked)
+        # A parked worker keeps its arena, and what it freed.
+        held = [memory.bytes for number, memory in present.items() if number in parked]
+        flight = max(self._layout.flight_bytes, self._layout.arena_bytes + self._assembled_bytes)
+        return WorkerMemory(
+            workers=self._roster.wanted,
+            largest_bytes=largest,
+            growth_bytes=growth,
+            next_bytes=peak - min(held) if held else peak + flight,
+        )
+
     def start(self, workers: int) -> None:
         """Put that many more workers to work, parked ones first; they get it from the next `poll` on.
 
@@ -617,11 +640,11 @@ class Supervisor:
                 raise
             self._do_without(str(error))
 
-    def _do_without(self, why: str) -> None:
+    def _do_without(self, why: str, what: str = "another worker cannot be started") -> None:
         """Go on with one worker fewer: those that work are enough to end the run."""
         self._roster.wanted -= 1
         self.given_up = True
-        log.warning("another worker cannot be started; continuing with %d: %s", self._roster.wanted, why)
+        log.warning("%s; continuing with %d: %s", what, self._roster.wanted, why)
 
     def _keep_spare(self, now: float) -> None:
         """Have a worker in reserve once one was lost, or the run takes longer than a moment."""
@@ -776,6 +799,8 @@ class Supervisor:
             worker.free(frame["slot"])
         if frame["last"]:
             arrays = incoming.assembly.finish()
+            size_bytes = sum(array.nbytes for array in arrays.values())
+            self._assembled_bytes = max(self._assembled_bytes, size_bytes)
             incoming.assembly = PieceAssembly(self._layout)
             incoming.unreleased += self._group(worker, frame | {"start": 0}, arrays)
 
@@ -826,7 +851,11 @@ class Supervisor:
         if spare or parked or (loss.stage == "start" and self._fail_start(worker, loss)):
             return
         self._limits.check(self._roster.wanted, len(self._ledger.failures), said)
-        self._add()
+        ended = worker.process.exit
+        if self._is_automatic and ended is not None and ended.out_of_memory and self._roster.wanted > 1:
+            self._do_without(said, f"memory is too short for {self._roster.wanted} workers")
+        else:
+            self._add()
 
     def _fail_start(self, worker: Worker, loss: WorkerLoss) -> bool:
         """Count a worker that could not start; True when it is not to be replaced.

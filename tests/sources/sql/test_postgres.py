@@ -18,7 +18,8 @@ from stoker.run.look import look
 from stoker.runtime import threads
 from stoker.sources.sql import databases, tables
 from stoker.sources.sql.databases import MalformedCopyError, copied_columns
-from stoker.sources.sql.query import NUMBERS, PICKED, QueryTimeouts, as_list, unpack_row
+from stoker.sources.sql.query import QueryTimeouts
+from stoker.sources.sql.rows import NUMBERS, PICKED, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
 from stoker.testing import check_source
 from tests.sources.sql.rows import COLUMNS, made, write_postgres, write_sqlite
@@ -401,6 +402,69 @@ def test_one_odd_list_in_a_table_leaves_the_other_rows_as_they_were(
     whole = source(server.url(), columns=columns)
     whole._shared.request = replace(whole._shared.request, picks={})
     assert after[11] == outcome(whole, 11)
+
+
+@pytest.mark.parametrize(("kind", "empty"), [("jsonb", "'[]'::jsonb"), ("jsonb[]", "'{}'::jsonb[]")])
+def test_a_table_with_empty_lists_is_read_once_and_as_sqlite_reads_it(
+    server: Server, connection: Any, kind: str, empty: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = made()
+    database = write_sqlite(tmp_path / "rows.db", [[*row[:9], row[9] if n % 5 else [], *row[10:]]
+                                                   for n, row in enumerate(rows)])  # fmt: skip
+    if kind == "jsonb":
+        connection.execute("ALTER TABLE samples ALTER heard TYPE jsonb USING to_jsonb(heard)")
+    connection.execute(f"UPDATE samples SET heard = {empty} WHERE id % 50 = 0")
+    heard = {key: value for key, value in COLUMNS["receivers"].items() if key != "standardize"}
+    columns = {"receivers": heard}
+    reads: list[object] = []
+    batches = databases.PostgresSession.batches
+    monkeypatch.setattr(
+        databases.PostgresSession, "batches", lambda self: reads.append(self) or batches(self)
+    )
+
+    found, here = source(server.url(), columns=columns), source(database, columns=columns)
+    with pytest.raises(SourceError, match="key 50, column heard has 0 entries"):
+        found.read(5)
+    assert len(reads) == 1
+    assert found._shared.table.digest == here._shared.table.digest
+    monkeypatch.setattr(databases, "COPIED", frozenset())  # fetched, and picked as text
+    assert source(server.url(), columns=columns)._shared.table.digest == found._shared.table.digest
+
+
+@pytest.mark.parametrize(
+    ("key", "index", "where"),
+    [("id", "id", None), ("id", "id", "id BETWEEN 500 AND 900"), ("name", 'name COLLATE "C"', None)],
+)
+def test_a_large_table_with_an_index_on_the_key_is_not_sorted(
+    server: Server, connection: Any, key: str, index: str, where: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.execute("DROP TABLE IF EXISTS big")
+    connection.execute(
+        "CREATE TABLE big AS SELECT n AS id, 'n' || lpad(n::text, 9, '0') AS name, "
+        "jsonb_build_array(jsonb_build_object('lat', n, 'note', repeat(md5(n::text), 5))) AS heard, "
+        "ARRAY['{\"lat\": 2}'::jsonb] AS list FROM generate_series(1, 30000) AS n"
+    )
+    connection.execute(f"CREATE INDEX big_key ON big ({index})")
+    connection.execute("VACUUM ANALYZE big")
+    asked: list[str] = []
+    copied = databases.PostgresSession._copied
+    monkeypatch.setattr(
+        databases.PostgresSession,
+        "_copied",
+        lambda self, sql, *rest: asked.append(sql) or copied(self, sql, *rest),
+    )
+    columns = {
+        name: {"column": name, "list": 4, "features": ["lat"], "mask": f"no_{name}"}
+        for name in ("heard", "list")
+    }
+
+    found = source(server.url(), table="big", key=key, columns=columns, where=where)
+    assert len(found) == (401 if where else 30000)
+    plan = [line for (line,) in connection.execute(f"EXPLAIN {asked[0]}")]
+    assert any("Index Scan using big_key" in line for line in plan), plan
+    assert not any("Sort" in line for line in plan), plan
+    assert found.read(7)["heard"].tolist()[0] == [507 if where else 8]
+    connection.execute("DROP TABLE big")
 
 
 def test_rows_of_copy_are_the_same_one_by_one_and_by_layout(server: Server, connection: Any) -> None:

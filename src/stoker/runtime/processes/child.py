@@ -40,7 +40,7 @@ from stoker.runtime.processes.heartbeat import HeartbeatPage, anonymous_file
 from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
 from stoker.runtime.processes.wire import Channel, pack
 from stoker.runtime.threads import start_thread
-from stoker.units import GIB, MIB, format_bytes
+from stoker.units import GIB, KIB, MIB, format_bytes
 
 # ----------------------------------------------------------------------------------------------------------
 # Programs that this process starts itself: a Python of ours, or a foreign one such as git or rclone.
@@ -521,6 +521,14 @@ class ExitStatus:
         return how + (", and the memory cgroup counts an out-of-memory kill" if self.out_of_memory else "")
 
 
+class ProcessMemory(NamedTuple):
+    """Memory of a process, without what it shares with others through files and shared memory."""
+
+    bytes: int
+    peak_bytes: int
+    """The most that it has held, about."""
+
+
 class Child:
     """A process in a session of its own, with a socket, a heartbeat page and shared descriptors.
 
@@ -673,6 +681,19 @@ class Child:
         except OSError:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user and kernel mode
+
+    def memory(self) -> ProcessMemory:
+        """Return the memory that it has to itself; zeros where the kernel does not say."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return ProcessMemory(bytes=0, peak_bytes=0)
+        lines = (line.split() for line in status.splitlines() if line.startswith(("VmHWM:", "Rss")))
+        sizes = {name: KIB * int(size) for name, size, *_ in lines}
+        own = sizes.get("RssAnon:", 0)
+        # The kernel notes the peak of all together; what is mapped of files and shared memory stays mapped.
+        shared = sizes.get("RssFile:", 0) + sizes.get("RssShmem:", 0)
+        return ProcessMemory(bytes=own, peak_bytes=max(own, sizes.get("VmHWM:", 0) - shared))
 
     def kernel_view(self) -> str:
         """Return its number, its state, and what it waits for in the kernel, in words."""

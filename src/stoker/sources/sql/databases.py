@@ -21,31 +21,33 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, arg
 from stoker.sources.files import check_opened_since, confined_sources, descriptors
 from stoker.sources.sql.query import (
+    JSONB,
+    JSONB_LIST,
+    ListReader,
+    Pick,
+    Request,
+    decode_picked,
+    list_reader,
+    quoted,
+    slice_numbers,
+    unpacked_in_postgres,
+)
+from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
     FOREVER_US,
     INT,
-    JSONB,
-    JSONB_LIST,
     REAL,
     TIME,
     Column,
     JsonText,
-    ListReader,
     Micros,
     NumberColumn,
     Packed,
-    Pick,
     PickedNumbers,
-    Request,
     Text,
     as_list,
-    decode_picked,
-    list_reader,
     pack_columns,
-    quoted,
-    slice_numbers,
-    unpacked_in_postgres,
 )
 from stoker.units import KIB, MIB
 
@@ -611,11 +613,12 @@ class PostgresSession:
         picks = {name: p for name, p in request.picks.items() if types[name] in (JSONB, JSONB_LIST)}
         copied = COPIED.issuperset(types[name] for name in request.selected if name not in picks)
         as_numbers = copied and bool(picks) and not self._picked_as_text
+        aliases = {name: f"stoker_unpacked_{place}" for place, name in enumerate(picks)}
         picked = {
-            name: pick.in_postgres(quoted(name), types[name], as_numbers=as_numbers)
+            name: pick.in_postgres(aliases[name], types[name], as_numbers=as_numbers)
             for name, pick in picks.items()
         }
-        unpacked = {name: unpacked_in_postgres(quoted(name), types[name]) for name in picks}
+        unpacked = {aliases[name]: unpacked_in_postgres(quoted(name), types[name]) for name in picks}
         sql = request.select_sql(tuple(map(self._order, request.key)), picked, unpacked)
         texts = {} if as_numbers else picks
         if as_numbers:

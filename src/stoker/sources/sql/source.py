@@ -19,20 +19,17 @@ from stoker.sources.arguments import check_splits, check_texts, parse_names
 from stoker.sources.files import canonical_split
 from stoker.sources.protocol import Part, SourceIdentity, check_index, even_runs
 from stoker.sources.splits import DEFAULT_SPLITS, RULE, split_numbers
-from stoker.sources.sql.query import (
+from stoker.sources.sql.query import QueryTimeouts, Request, parse_database_url, relation_of
+from stoker.sources.sql.rows import (
     BOOL,
     FLOAT,
     INT,
     NAMES,
     NULL,
     TEXT,
-    QueryTimeouts,
-    Request,
     Spill,
     SpillLostError,
     Values,
-    parse_database_url,
-    relation_of,
     shown_key,
     unpack_columns,
     unpack_row,

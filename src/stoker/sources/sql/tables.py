@@ -26,7 +26,8 @@ from stoker.sources.sql.databases import (
     PostgresSession,
     SqliteSession,
 )
-from stoker.sources.sql.query import (
+from stoker.sources.sql.query import Request, parse_database_url, relation_of
+from stoker.sources.sql.rows import (
     FLOAT,
     INT,
     KEYS,
@@ -35,13 +36,10 @@ from stoker.sources.sql.query import (
     REAL,
     TEXT,
     Packed,
-    Request,
     Spill,
     Text,
     Value,
     pack_rows,
-    parse_database_url,
-    relation_of,
     shown_key,
     unpack_row,
 )

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.schema import FLOATS, Field, Json, Sample, Schema
-from stoker.sources.sql.query import (
+from stoker.sources.sql.query import Pick, picked_entries, refuse_constant, value_at
+from stoker.sources.sql.rows import (
     BOOL,
     BYTES,
     FLOAT,
@@ -29,13 +30,9 @@ from stoker.sources.sql.query import (
     PICKED,
     TEXT,
     TIME,
-    Pick,
     Value,
     Values,
     micros_of,
-    picked_entries,
-    refuse_constant,
-    value_at,
 )
 
 UNITS = {"us": 1, "ms": 1_000, "s": 1_000_000}
