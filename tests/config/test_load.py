@@ -475,6 +475,12 @@ def test_a_folder_of_caches_is_answered_with_the_command_for_it(tmp_path: Path) 
             load_config(folder)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/caches/train", "file:///caches/train"])
+def test_a_url_is_answered_with_the_command_for_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{url} is a URL\. `stoker cache show {url}`"):
+        load_config(Path(url))
+
+
 @pytest.mark.parametrize(("text", "size"), [("100MB", 100_000_000), ("1.5 GiB", 3 << 29), ("4096", 4096)])
 def test_bytes_may_have_a_unit(tmp_path: Path, text: str, size: int) -> None:
     path = write(tmp_path, f"training: {{mirror_bytes: {text}}}\n")

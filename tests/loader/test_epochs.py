@@ -126,9 +126,12 @@ def test_a_state_of_another_loader_is_refused_by_name(cache: Cache, changes: dic
         Loader(cache, **{"shuffle": True, "batch_size": 5, **changes}).load_state_dict(state)
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 99}, {"version": 1, "epoch": 0}])
-def test_what_is_no_state_is_refused(cache: Cache, state: dict) -> None:
-    with pytest.raises(StaleStateError, match="not the state of a loader"):
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [({}, "without .*fingerprint"), ({"version": 99}, "without"), ({"version": 1, "epoch": 0}, "without .*seed")],
+)
+def test_what_is_no_state_is_refused_and_says_what_it_lacks(cache: Cache, state: dict, named: str) -> None:
+    with pytest.raises(StaleStateError, match=f"not the state of a loader.*{named}"):
         Loader(cache, batch_size=5, shuffle=True).load_state_dict(state)
 
 

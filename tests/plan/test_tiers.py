@@ -262,9 +262,9 @@ def test_a_slower_tier_that_would_not_stall_is_named() -> None:
     slow = plan_tiers(demand(10, device="cuda"), resources, rates=RATES, step_s=1e-6)
     fast = plan_tiers(demand(10, device="cuda"), resources, rates=RATES, step_s=1.0)
 
-    assert "as well" not in slow.reason
-    assert "the host tier would stall 0 % as well" in fast.reason
-    assert "the disk tier would stall 0 % as well" in fast.reason
+    assert "would stall" not in slow.reason
+    assert "host tier would stall 0 %" in fast.reason
+    assert "disk tier would stall 0 %" in fast.reason
 
 
 def test_the_reason_gives_the_figures_that_decided() -> None:

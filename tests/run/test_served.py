@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from stoker.cli.output import plan as show_plan
-from stoker.errors import CorruptError
+from stoker.errors import StalledError
 from stoker.loader import Loader, Windows
 from stoker.plan import BatchLoad, Demand, Interval, Rates, Resources, plan_tiers
 from stoker.plan.trials import LEAST_TRIALS
@@ -80,11 +80,24 @@ def test_a_tier_that_cannot_serve_is_left_to_arithmetic(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Loader) -> None:
-        raise CorruptError("a bad record")
+        raise StalledError("no answer")
 
     monkeypatch.setattr(Loader, "__iter__", broken)
 
     assert served_loads(cache, None, 8, seconds=0.05) == {}
+
+
+def test_a_plan_that_meets_damaged_records_says_so(
+    cache: Cache, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for shard in cache.path.glob("shard-*"):
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        shard.write_bytes(data)
+
+    assert served_loads(open_cache(cache.path), None, 8, seconds=0.05) == {}
+    assert "disk tier was not timed" in caplog.text
+    assert "damaged" in caplog.text
 
 
 def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, tmp_path: Path) -> None:

@@ -292,6 +292,13 @@ def _require_file(path: Path) -> None:
     Raises:
         ConfigError: Nothing is there, or something else is.
     """
+    if found := re.match(r"([a-z][a-z0-9]*):/", str(path)):
+        url = str(path).replace(":/", "://" if found[1] != "file" else ":///", 1)
+        raise ConfigError(
+            f"{url} is a URL",
+            hint=f"`stoker cache show {url}` says what is there; this takes the settings that a cache is made "
+            "with: a YAML file, as stoker.yaml",
+        )
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

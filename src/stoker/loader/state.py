@@ -150,7 +150,7 @@ def check_state(state: object, of: str, entries: Iterable[str]) -> Mapping[str, 
     there = cast("Mapping[str, Any]", state)
     lacking = sorted({*entries} - there.keys())
     if entries and (lacking or there.get("version") != VERSION):
-        why = ", ".join(lacking) or f"version {there.get('version')!r}"
+        why = f"without {', '.join(lacking)}" if lacking else f"its version is {there.get('version')!r}"
         raise StaleStateError(
             f"this is not the state of a {of} of version {VERSION} ({why})", hint="Start the epoch again"
         )

@@ -155,7 +155,7 @@ def _as_well(plan: Plan) -> list[str]:
             from_s = max(row.overlapped_s, 99 * row.direct_s)
             said.append(f"the {row.tier} tier would not stall at steps of {format_seconds(from_s)} or longer")
         elif row.stall < NO_STALL:
-            said.append(f"the {row.tier} tier would stall {format_percent(row.stall)} as well")
+            said.append(f"the {row.tier} tier would stall {format_percent(row.stall)}")
     return [*said, *_compared(plan, slower)]
 
 

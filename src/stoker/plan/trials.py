@@ -227,16 +227,18 @@ def say_range(likely: Interval) -> str:
     >>> say_range(Interval(0.02, 0.09)), say_range(Interval(0.0, 0.21))
     ('likely between 2 and 9 %', 'likely between 0 and 21 %')
     """
-    return "likely between {} and {} %".format(*_percentages(likely))
+    low, high = _percentages(likely)
+    return f"likely {low} %" if low == high else f"likely between {low} and {high} %"
 
 
 def format_range(likely: Interval) -> str:
     """Return a range of fractions for a column of a table.
 
-    >>> format_range(Interval(0.004, 0.09))
-    '0.4 to 9 %'
+    >>> format_range(Interval(0.004, 0.09)), format_range(Interval(0.0056, 0.0058))
+    ('0.4 to 9 %', '0.6 %')
     """
-    return "{} to {} %".format(*_percentages(likely))
+    low, high = _percentages(likely)
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _percentages(likely: Interval) -> list[str]:

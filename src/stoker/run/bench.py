@@ -162,7 +162,7 @@ def job_of_cache(path: Path, batch_size: int) -> BenchJob:
     """Return a cache by its folder: windows of its trajectories, or entire records if it has none.
 
     Raises:
-        ConfigError: It has no records.
+        ConfigError: It has no records, or fewer than a batch.
         StokerError: As `open_cache`.
     """
     cache = open_cache(path)
@@ -212,6 +212,12 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
             f"{place} has no records, so there is nothing to read",
             hint="Encode some with `stoker precompute` first. "
             f"`stoker cache show {place}` says which samples are quarantined",
+        )
+    if windows is None and batch_size > len(numbers):
+        raise ConfigError(
+            f"a batch of {batch_size} is more than the {format_count(len(numbers), 'record')} of "
+            f"{display_path(cache.path)}",
+            hint=f"Give --batch-size {len(numbers)} or less",
         )
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / max(1, _set_bytes(cache)))))
     return BenchJob(

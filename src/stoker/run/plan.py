@@ -7,10 +7,10 @@ read, and of a remote cache fetched into its mirror; none is encoded or written 
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError, StokerError, docs_url
+from stoker.errors import ConfigError, CorruptError, RecordError, StokerError, docs_url
 from stoker.loader import Loader, Windows
 from stoker.loader.order import order_text, parse_order
 from stoker.loader.prefetch import HANDOVER_S, describe_remote
@@ -40,6 +40,8 @@ from stoker.store.recipe import stored_schema
 from stoker.store.values import from_array, store_columns
 from stoker.train.config import TrainReport
 from stoker.units import MIB, format_bytes, format_count
+
+log = logging.getLogger("stoker")
 
 # ----------------------------------------------------------------------------------------------------------
 # What a smaller storage dtype would buy, in bytes and tiers, and cost, measured on the cache's own records.
@@ -259,6 +261,8 @@ def served_loads(
 ) -> dict[str, BatchLoad]:
     """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
 
+    Of damaged records a warning says so.
+
     The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
     cache holds now. This measures it as training would find it. It reads no record twice if it can, since the
     second read would come from the page cache. With a `step` batches are also timed while such steps run:
@@ -269,10 +273,15 @@ def served_loads(
     numbers = list(cache.indices)
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
     for tier in tiers:
-        with suppress(StokerError, OSError):
-            own = [part] * 3 if tier == "host" else _apart(numbers, batch_size)
-            make = partial(Loader, cache, batch_size, windows=windows, tier=tier)
+        own = [part] * 3 if tier == "host" else _apart(numbers, batch_size)
+        make = partial(Loader, cache, batch_size, windows=windows, tier=tier)
+        try:
             load = _load(make, own, tier, seconds, step)
+        except CorruptError as error:
+            log.warning("the %s tier was not timed: %s", tier, error)
+        except (StokerError, OSError) as error:
+            log.debug("the %s tier was not timed: %s", tier, error)
+        else:
             if load is not None:
                 found[tier] = load
     return found

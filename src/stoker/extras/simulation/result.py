@@ -338,7 +338,7 @@ def choose_way(scenario: Scenario, ways: Sequence[Way]) -> Advice:
     alike = [way.name for way in able if way is not quick and way.total_s <= 1.01 * quick.total_s]
     said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
     if (likely := quick.total_range_s) is not None:
-        said.append(f"likely {format_seconds(likely.low)} to {format_seconds(likely.high)}")
+        said.append("likely " + " to ".join(dict.fromkeys(map(format_seconds, likely))))
         unclear = [
             way.name
             for way in able
@@ -406,7 +406,7 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.epoch_s),
         format_percent(way.stall)
         if way.stall_range is None
-        else f"{format_percent(way.stall)}, {format_range(way.stall_range)}",
+        else ", ".join(dict.fromkeys((format_percent(way.stall), format_range(way.stall_range)))),
         format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
         ", ".join(memory) or "-",
         format_seconds(way.total_s),
