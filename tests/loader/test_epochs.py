@@ -128,7 +128,11 @@ def test_a_state_of_another_loader_is_refused_by_name(cache: Cache, changes: dic
 
 @pytest.mark.parametrize(
     ("state", "named"),
-    [({}, "without .*fingerprint"), ({"version": 99}, "without"), ({"version": 1, "epoch": 0}, "without .*seed")],
+    [
+        ({}, "without .*fingerprint"),
+        ({"version": 99}, "without"),
+        ({"version": 1, "epoch": 0}, "without .*seed"),
+    ],
 )
 def test_what_is_no_state_is_refused_and_says_what_it_lacks(cache: Cache, state: dict, named: str) -> None:
     with pytest.raises(StaleStateError, match=f"not the state of a loader.*{named}"):

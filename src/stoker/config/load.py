@@ -296,8 +296,8 @@ def _require_file(path: Path) -> None:
         url = str(path).replace(":/", "://" if found[1] != "file" else ":///", 1)
         raise ConfigError(
             f"{url} is a URL",
-            hint=f"`stoker cache show {url}` says what is there; this takes the settings that a cache is made "
-            "with: a YAML file, as stoker.yaml",
+            hint=f"`stoker cache show {url}` says what is there; this takes the settings that a cache is "
+            "made with: a YAML file, as stoker.yaml",
         )
     try:
         mode = path.stat().st_mode
