@@ -543,8 +543,8 @@ def _since_1970(values: NDArray[np.int64], unit_us: int) -> NDArray[np.int64]:
 
 COPY_BYTES = 256 * KIB
 """Taken up at a time, while the server makes more."""
-_SORTED_AS_BYTES = frozenset({25, 1042, 1043, 18, 19})
-"""text, bpchar, varchar, char, name: whose order would else follow the database's language."""
+_SORTED_AS_BYTES = frozenset({25, 1042, 1043, 19})
+"""text, bpchar, varchar, name: whose order would else follow the database's language."""
 _BEFORE_PICKS = "stoker_picks"
 _FLOAT4 = 700
 """PostgreSQL's `real`."""
