@@ -118,6 +118,14 @@ def test_keys_of_text_and_uuid_come_in_the_order_of_their_bytes(server: Server, 
     assert len(by_code.keys()[0]) == 36
 
 
+def test_keys_of_one_byte_come_in_its_order(server: Server, connection: Any) -> None:
+    connection.execute("DROP TABLE IF EXISTS letters")
+    connection.execute('CREATE TABLE letters (letter "char", x float8)')
+    connection.execute("INSERT INTO letters SELECT n, 1 FROM unnest(ARRAY['b', 'a', 'B', 'A', '_']) AS n")
+
+    assert source(server.url(), table="letters", key="letter", columns=["x"]).keys() == ["A", "B", "_", "a", "b"]
+
+
 def test_infinite_and_distant_times_are_values_of_their_own(server: Server, connection: Any) -> None:
     connection.execute("UPDATE samples SET at = '12000-01-01T00:00Z' WHERE id = 10")
     connection.execute("UPDATE samples SET at = 'infinity' WHERE id = 20")
