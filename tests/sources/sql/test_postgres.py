@@ -123,7 +123,13 @@ def test_keys_of_one_byte_come_in_its_order(server: Server, connection: Any) -> 
     connection.execute('CREATE TABLE letters (letter "char", x float8)')
     connection.execute("INSERT INTO letters SELECT n, 1 FROM unnest(ARRAY['b', 'a', 'B', 'A', '_']) AS n")
 
-    assert source(server.url(), table="letters", key="letter", columns=["x"]).keys() == ["A", "B", "_", "a", "b"]
+    assert source(server.url(), table="letters", key="letter", columns=["x"]).keys() == [
+        "A",
+        "B",
+        "_",
+        "a",
+        "b",
+    ]
 
 
 def test_infinite_and_distant_times_are_values_of_their_own(server: Server, connection: Any) -> None:
