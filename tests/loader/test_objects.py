@@ -135,32 +135,22 @@ def test_a_store_that_is_away_longer_than_a_local_read_may_take_is_waited_for(
     assert compared(one, other, 1) == 4
 
 
+@pytest.mark.parametrize("given", [{}, {"timeout": 1.0}])
 def test_a_store_that_stays_away_ends_the_epoch_with_url_operation_attempts_and_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float]
 ) -> None:
+    """By the timeout of the fetch, or by one that the user gave, which is shorter."""
     stored(tmp_path / "share", 16, record=(64, 64))
     remote, _ = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
     _stop_answering(monkeypatch)
-    monkeypatch.setattr(folder.MirrorFolder.fetch, "__defaults__", (1.0,))
-
-    with pytest.raises(
-        StalledError, match=r"get file://.*/shard-\S+ failed \d+ times .*connection was refused"
-    ):
-        next(iter(Loader(remote, **{"shuffle": True, **settings()})))
-
-
-def test_a_timeout_that_the_user_gave_ends_the_wait_for_a_store_and_says_what_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored(tmp_path / "share", 16, record=(64, 64))
-    remote, _ = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
-    _stop_answering(monkeypatch)
+    if not given:
+        monkeypatch.setattr(folder.MirrorFolder.fetch, "__defaults__", (1.0,))
     begun = time.monotonic()
 
     with pytest.raises(
         StalledError, match=r"get file://.*/shard-\S+ failed \d+ times .*connection was refused"
     ):
-        next(iter(Loader(remote, **{"shuffle": True, "timeout": 1.0, **settings()})))
+        next(iter(Loader(remote, **{"shuffle": True, **given, **settings()})))
 
     assert time.monotonic() - begun < 30
 

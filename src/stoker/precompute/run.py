@@ -811,9 +811,7 @@ def _why_no_more(builder: StageBuilder) -> str:
     """Return why there may be no more than `most_workers`; empty where it is the work."""
     if builder.most_workers >= builder.queue.groups:
         return ""
-    return (
-        f"memory_bytes allows no more than {format_bytes(builder.settings.memory_bytes)} of samples in flight"
-    )
+    return f"memory_bytes is {format_bytes(builder.settings.memory_bytes)}"
 
 
 def run_stages(

@@ -203,7 +203,7 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
     """Return what is served of a cache.
 
     Raises:
-        ConfigError: It has no records.
+        ConfigError: It has no records, or fewer than a batch.
     """
     numbers = list(cache.indices)
     if not numbers:
