@@ -24,13 +24,17 @@ def values_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled(loader: Any) -> None:
-    """Serve an epoch, and wait until all records are on the device."""
+    """Wait until all records are on the device, and serve an epoch that finds them there.
+
+    Its first batch copies the tables of records to the device, once, which the host may wait for.
+    """
     list(loader)
     placement = loader._serving.running().placement
     until = time.monotonic() + 60
     while not placement.complete and time.monotonic() < until:
         time.sleep(0.01)
     assert placement.complete
+    list(loader)
     loader.set_epoch(0)
 
 
