@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
+from types import NoneType
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -137,7 +138,7 @@ class SqliteSession:
         held: list[list[Any]] = [[] for _ in self._request.selected]
         while rows := self._fetch(cursor, size):
             columns: list[Any] = list(zip(*rows, strict=True))
-            size_bytes = sum(sum(map(sys.getsizeof, column)) for column in columns)
+            size_bytes = sum(map(_size_bytes, columns))
             for place, reader in readers.items():
                 columns[place] = reader.keep(columns[place])
             for column, more in zip(held, columns, strict=True):
@@ -243,6 +244,15 @@ def next_size(rows: int, size_bytes: int, target_bytes: int = BATCH_BYTES) -> in
     (256, 8)
     """
     return max(1, min(4 * rows, _MOST_ROWS, target_bytes * rows // max(1, size_bytes)))
+
+
+def _size_bytes(column: Sequence[Any]) -> int:
+    """Return about what the values of a column take in memory."""
+    kinds = {*map(type, column)}
+    return 32 * len(column) if kinds <= _SMALL else sum(map(sys.getsizeof, column))
+
+
+_SMALL = {int, float, NoneType}
 
 
 def _text(value: Any) -> Any:
@@ -684,9 +694,8 @@ class PostgresSession:
             "lock_timeout": timeouts.lock_s,
             "idle_in_transaction_session_timeout": timeouts.silence_s,
         }
-        self._execute("SET LOCAL client_encoding = 'UTF8'")
-        for name, seconds in settings.items():
-            self._execute(f"SET LOCAL {name} = {max(1, round(1000 * seconds))}")
+        limits = [f"SET LOCAL {name} = {max(1, round(1000 * seconds))}" for name, seconds in settings.items()]
+        self._execute("; ".join(["SET LOCAL client_encoding = 'UTF8'", *limits]))
 
     def _execute(self, sql: str) -> Any:
         with self._errors():

@@ -14,9 +14,10 @@ import tempfile
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,9 @@ REAL = "real"
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICRO = datetime.timedelta(microseconds=1)
 _HEAD = struct.Struct("<BI")
+_NO_VALUE = bytes((NULL,))
+_FEW = 16
+"""Fewer rows are cut one by one."""
 _FLOAT, _WHOLE, _LENGTH = (struct.Struct(kind).unpack_from for kind in ("<d", "<q", "<I"))
 
 
@@ -124,21 +128,35 @@ def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
 
 def pack_columns(columns: Sequence[Column]) -> Packed:
     """Return columns of equal length as the bytes of rows."""
-    columns = [_plain(column) for column in columns]
-    plain = [column for column in columns if isinstance(column, NumberColumn)]
-    if len(plain) == len(columns):
-        return pack_fixed(plain)
     counted: list[Counter[int]] = []
     parts: list[Sequence[bytes]] = []
-    for column in columns:
-        own, tags = _parts(column)
-        parts += own
-        counted.append(tags)
-    lengths = np.zeros(len(parts[0]), np.int64)
-    for part in parts:
-        lengths += np.fromiter(map(len, part), np.int64, len(part))
+    lengths: NDArray[np.int64] | int = 0
+    # Numbers side by side are packed at once.
+    for is_fixed, some in groupby(map(_plain, columns), key=NumberColumn.__instancecheck__):
+        if is_fixed:
+            packed = pack_fixed(cast("list[NumberColumn]", [*some]))
+            if len(packed.tags) == len(columns):
+                return packed
+            parts.append(_slices(packed))
+            counted += packed.tags
+            lengths = lengths + packed.lengths
+            continue
+        for column in some:
+            own, tags = _parts(cast("Sequence[Any]", column))
+            parts += own
+            counted.append(tags)
+            for part in own:
+                lengths = lengths + np.fromiter(map(len, part), np.int64, len(part))
     # Long values are copied once, here.
-    return Packed(b"".join(chain.from_iterable(zip(*parts, strict=True))), lengths, counted)
+    data = b"".join(chain.from_iterable(zip(*parts, strict=True)))
+    return Packed(data, cast("NDArray[np.int64]", lengths), counted)
+
+
+def _slices(packed: Packed) -> list[bytes]:
+    """Return rows of one length one by one."""
+    data, count = bytes(packed.data), len(packed.lengths)
+    length = len(data) // count
+    return [data[at : at + length] for at in range(0, len(data), length)]
 
 
 def pack_fixed(columns: Sequence[NumberColumn]) -> Packed:
@@ -166,17 +184,19 @@ def _plain(column: Column) -> Column:
     return column if tag is None else NumberColumn(tag, np.asarray(column))
 
 
-def _parts(column: Column) -> tuple[list[Sequence[bytes]], Counter[int]]:
+def _parts(column: Sequence[Any]) -> tuple[list[Sequence[bytes]], Counter[int]]:
     """For each value its bytes, or those that go before it and its own; and how many are of which kind."""
-    count = len(column.values) if isinstance(column, NumberColumn) else len(column)
-    if isinstance(column, NumberColumn):
-        packed = pack_fixed([column])
-        data = bytes(packed.data)
-        return [[data[at : at + 9] for at in range(0, 9 * count, 9)]], packed.tags[0]
     kinds = {*map(type, column)}
-    tag = _TEXTS.get(kinds.pop()) if len(kinds) == 1 else None
-    if tag is not None:
-        return [[_HEAD.pack(tag, len(value)) for value in column], column], Counter({tag: count})
+    one = kinds.pop() if len(kinds) == 1 else None
+    if one in _TEXTS:
+        tag = _TEXTS[one]
+        return [[_HEAD.pack(tag, len(value)) for value in column], column], Counter({tag: len(column)})
+    if one is None and kinds <= {float, NoneType}:
+        there = [0.0 if value is None else value for value in column]
+        packed = _slices(pack_fixed([NumberColumn(FLOAT, np.asarray(there))]))
+        filled = [_NO_VALUE if value is None else own for value, own in zip(column, packed, strict=True)]
+        nulls = column.count(None)
+        return [filled], Counter({FLOAT: len(column) - nulls, NULL: nulls})
     pairs = [(*_pack(value), b"")[:2] for value in column]
     heads, bodies = zip(*pairs, strict=True)
     return [heads, bodies], Counter(head[0] for head in heads)
@@ -185,7 +205,7 @@ def _parts(column: Column) -> tuple[list[Sequence[bytes]], Counter[int]]:
 def _pack(value: Any) -> tuple[bytes, ...]:
     kind = type(value)
     if value is None:
-        return (bytes((NULL,)),)
+        return (_NO_VALUE,)
     if kind is float:
         return (struct.pack("<Bd", FLOAT, value),)
     if kind in _PLAIN:
@@ -239,20 +259,6 @@ def unpack_row(data: memoryview, most: int = 1 << 30) -> list[Value]:
     return found
 
 
-def unpack_columns(rows: Iterable[memoryview], names: Sequence[str]) -> dict[str, Values]:
-    """Return the values of rows by column."""
-    columns = {name: Values([], []) for name in names}
-    places = [(column.tags.append, column.values.append) for column in columns.values()]
-    for data in rows:
-        at = 0
-        for add_tag, add_value in places:
-            tag = data[at]
-            add_tag(tag)
-            value, at = _unpacked(data, tag, at + 1)
-            add_value(value)
-    return columns
-
-
 def _unpacked(data: memoryview, tag: int, at: int) -> tuple[Any, int]:
     """Return the value after a tag, and where the next begins."""
     if tag == FLOAT:
@@ -286,6 +292,14 @@ def shown_key(values: Sequence[Value]) -> str:
 
 
 _TOKEN_BYTES = 16
+
+
+_FIXED_TAGS = np.isin(np.arange(256), [*FIXED])
+
+
+def _gathered(data: NDArray[np.uint8], at: NDArray[np.int64], dtype: str) -> NDArray[Any]:
+    """Return the numbers that begin at some bytes."""
+    return data[at[:, None] + np.arange(np.dtype(dtype).itemsize)].view(dtype)[:, 0]
 
 
 class SpillLostError(Exception):
@@ -346,12 +360,54 @@ class Spill:
 
     def some(self, numbers: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of some rows."""
+        return [self.row(number) for number in numbers.tolist()]
+
+    def columns(self, numbers: NDArray[np.int64], names: Mapping[str, bool]) -> dict[str, Values]:
+        """Return values of some rows by column.
+
+        Args:
+            numbers: The rows.
+            names: All columns in their order, and whether their values are wanted.
+        """
+        if len(numbers) < _FEW:
+            rows = zip(*map(unpack_row, self.some(numbers)), strict=True)
+            pairs = zip(names.items(), rows, strict=True)
+            return {name: Values(*map(list, zip(*own, strict=True))) for (name, used), own in pairs if used}
         assert self._offsets is not None
-        assert self._map is not None
-        lows = (self._offsets[numbers] + _TOKEN_BYTES).tolist()
-        highs = (self._offsets[numbers + 1] + _TOKEN_BYTES).tolist()
-        whole = memoryview(self._map)
-        return [whole[low:high] for low, high in zip(lows, highs, strict=True)]
+        data = np.frombuffer(cast("mmap.mmap", self._map), np.uint8)
+        at, found = self._offsets[numbers] + _TOKEN_BYTES, dict[str, Values]()
+        for name, is_wanted in names.items():
+            tags, at = data[at], at + 1
+            fixed, null = _FIXED_TAGS[tags], tags == NULL
+            bodies = ~(fixed | null)
+            lengths = np.where(fixed, 8, 0)
+            if bodies.any():
+                lengths[bodies] = _gathered(data, at[bodies], "<u4") + 4
+            if is_wanted:
+                found[name] = Values(tags.tolist(), self._values(data, tags, at, lengths))
+            at = at + lengths
+        return found
+
+    def _values(
+        self, data: NDArray[np.uint8], tags: NDArray[np.uint8], at: NDArray[np.int64], lengths: NDArray[Any]
+    ) -> list[Any]:
+        """Return the values of one column, by the tags and the places of their rows."""
+        values = np.full(len(tags), None, object)
+        for tag in np.unique(tags).tolist():
+            own = tags == tag
+            if tag in FIXED:
+                numbers = _gathered(data, at[own], "<f8" if tag == FLOAT else "<i8")
+                if len(numbers) == len(tags):
+                    return (numbers.astype(np.bool_) if tag == BOOL else numbers).tolist()
+                values[own] = numbers.astype(np.bool_) if tag == BOOL else numbers
+            elif tag != NULL:
+                whole = cast("mmap.mmap", self._map)
+                ends = (at[own] + lengths[own]).tolist()
+                texts = [whole[low:high] for low, high in zip((at[own] + 4).tolist(), ends, strict=True)]
+                if len(texts) == len(tags):
+                    return texts
+                values[own] = texts
+        return values.tolist()
 
     def reference(self) -> dict[str, Any]:
         """Return what another process of this machine needs to map the rows."""

@@ -31,7 +31,6 @@ from stoker.sources.sql.rows import (
     SpillLostError,
     Values,
     shown_key,
-    unpack_columns,
     unpack_row,
 )
 from stoker.sources.sql.rules import (
@@ -134,7 +133,8 @@ class SharedRows:
 
     def values(self, rows: NDArray[np.int64]) -> dict[str, Values]:
         """Return values of some rows by column."""
-        return unpack_columns(self.table.rows.some(rows), self._selected)
+        used = {column for rule in self.rules for column in rule.columns}
+        return self.table.rows.columns(rows, {name: name in used for name in self._selected})
 
     def key(self, row: int) -> str:
         """Return the key of one row as text."""
@@ -401,9 +401,11 @@ class SQLSource:
     def _read(self, indices: range) -> Sample:
         standards = self._standards()
         rows = self._rows()[indices.start : indices.stop]
-        samples = dict(self._kept_of(rows) or self._made(rows))
-        for standard in standards:
-            standard.apply(samples)
+        samples = self._kept_of(rows)
+        if samples is None:
+            samples = self._made(rows)
+            for standard in standards:
+                standard.apply(samples)
         return plain(samples, self._shared.schema)
 
     def locate(self, index: int) -> str:
@@ -528,6 +530,9 @@ class SQLSource:
         if self._fitted is None:
             wanted = standards_of(self._shared.rules)
             self._fitted = fitted(wanted, self._sound_training_samples()) if wanted else ()
+            if self._kept:
+                for standard in self._fitted:
+                    standard.apply(self._kept[1])
         return self._fitted
 
     def _sound_training_samples(self) -> Iterator[Sample]:
@@ -557,7 +562,7 @@ class SQLSource:
                 yield self._made(rows[place : place + 1])
 
     def _kept_of(self, rows: NDArray[np.int64]) -> Sample | None:
-        """Return fields of rows that were all made before."""
+        """Return fields of rows that were all made before, standardized."""
         if self._kept is None:
             return None
         known, samples = self._kept

@@ -651,7 +651,8 @@ def metres_from(centers: NDArray[np.float64], latitude: Any, longitude: Any) -> 
     """
     # Python's own cosine: that of numpy differs in the last bits between processors.
     degrees = centers[..., 0]
-    cosines = np.array([math.cos(math.radians(d)) for d in degrees.ravel().tolist()]).reshape(degrees.shape)
+    angles = map(math.radians, degrees.ravel().tolist())
+    cosines = np.array([*map(math.cos, angles)], np.float64).reshape(degrees.shape)
     east = _turned(longitude - centers[..., 1]) * METRES * cosines
     return (latitude - degrees) * METRES, east
 
