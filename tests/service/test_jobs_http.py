@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 import time
@@ -258,6 +259,28 @@ def test_figures_for_prometheus_name_every_state(running: Running) -> None:
     assert 'stoker_jobs{state="queued"}' in text
     assert "stoker_answer_seconds_count" in text
     assert "stoker_disk_free_bytes" in text
+
+
+def test_dashboard_and_alerts_ask_for_figures_that_there_are(running: Running) -> None:
+    job = running.services.jobs.create(dict(CONFIG), name='night "run"', epochs=3)[0]
+    queue = JobQueue(running.services.database)
+    while (attempt := queue.take("w")) is not None and attempt.job.id != job.id:
+        pass
+    assert attempt is not None
+    row = {"epoch": 1, "train_loss": 0.5, "val_loss": 0.25, "stall": 0.125, "samples_per_s": 900.0}
+    queue.report(attempt, [Line(kind="metrics", data=row)], position=1)
+
+    text = running.client.get(f"{running.address}/metrics").text
+    folder = Path(__file__).parents[2] / "docs" / "how-to" / "monitoring"
+    asked = {name for file in folder.iterdir() for name in re.findall(r"\bstoker_\w+", file.read_text())}
+    there = {*re.findall(r"^(stoker_\w+)", text, re.MULTILINE)}
+
+    assert f'stoker_job_stall_ratio{{job="{job.id}",name="night \\"run\\""}} 0.125' in text
+    assert f'stoker_job_samples_per_second{{job="{job.id}"' in text
+    assert len(asked) > 10
+    assert asked - there <= {"stoker_gpu_utilisation", "stoker_workers"}, (
+        "of a machine without GPU and workers"
+    )
 
 
 @pytest.mark.parametrize(

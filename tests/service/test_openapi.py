@@ -74,7 +74,8 @@ def test_what_was_promised_is_there(described: dict[str, Any]) -> None:
     promised = """
         POST /jobs, GET /jobs, GET /jobs/{job_id}, DELETE /jobs/{job_id}, POST /jobs/{job_id}/cancel,
         POST /jobs/{job_id}/pause, POST /jobs/{job_id}/resume, POST /jobs/{job_id}/continue,
-        GET /jobs/{job_id}/metrics, GET /jobs/{job_id}/logs, GET /jobs/{job_id}/logs/stream,
+        GET /jobs/{job_id}/metrics, GET /jobs/{job_id}/timeline,
+        GET /jobs/{job_id}/logs, GET /jobs/{job_id}/logs/stream,
         GET /jobs/{job_id}/events, GET /events, POST /plan, POST /datasets, POST /datasets/generate,
         GET /datasets, GET /datasets/{dataset_id}, POST /datasets/{dataset_id}/inspect,
         POST /datasets/{dataset_id}/validate, GET /datasets/{dataset_id}/samples,

@@ -101,7 +101,7 @@ def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
     assert "25 %" in text
     assert "Records by tier: device 300 records, disk 100 records" in text
     assert "300 of 400 records fit" in text
-    assert "opened data and caches" in text
+    assert "started and opened its data" in text
     assert 'href="/caches/radio_train/0123456789abcdef"' in text
     assert '"title": "Stall and GPU"' in text
     table = browser.get("/parts/jobs").text

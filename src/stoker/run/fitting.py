@@ -130,7 +130,7 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
         folder: Checkpoints are kept here, see `TrainConfig.save_every_s`; None: none are.
         expected: There was a checkpoint, so that a missing one is an error.
         meter: The one that `train` writes into.
-        on_event: Told of `start resume skip batch epoch checkpoint best stop`.
+        on_event: Told of `start resume skip batch stall epoch checkpoint best stop`.
         log: Gets the lines of `metrics.jsonl`; then `step` is told and written in place of `batch`, and the
             meter's lines go next to it. None: nothing is written.
         on_batch: Called when a batch is there, before its step.

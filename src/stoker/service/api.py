@@ -45,6 +45,7 @@ from stoker.service.probes import probe
 from stoker.service.security import CODE_S
 from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine
 from stoker.service.stream import EventStream, as_text
+from stoker.service.timeline import MOST_INTERVALS, JobTimeline, timeline_of
 
 jobs_router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
@@ -159,6 +160,16 @@ def get_metrics(
 ) -> Response:
     """Return what was measured, one row per epoch, in order."""
     return as_json(JobMetrics(job_id=job_id, metrics=services.jobs.metrics(job_id, limit=limit, after=after)))
+
+
+@jobs_router.get("/jobs/{job_id}/timeline", response_model=JobTimeline, responses=error_responses(404))
+def get_timeline(
+    job_id: Id,
+    services: ServicesDep,
+    intervals: Annotated[int, Query(ge=1, le=5000, description="At most.")] = MOST_INTERVALS,
+) -> Response:
+    """Return where the job's time went: its phases, and what the steps of training waited for."""
+    return as_json(timeline_of(services.jobs.get(job_id), services.outbox, most=intervals))
 
 
 @jobs_router.get("/jobs/{job_id}/logs", response_model=JobLog, responses=error_responses(404))

@@ -726,6 +726,7 @@ KINDS = frozenset(
         "progress",
         "batch",
         "metrics",
+        "stall",
         "pausing",
         "paused",
         "resumed",
@@ -737,7 +738,8 @@ KINDS = frozenset(
     }
 )
 """`queued` is written at creation and when a lost job goes back, `claimed` by a worker. `started` is written
-by the job's process once it trains, `resumed` by `resume` and `extend`."""
+by the job's process once it trains, `stall` every few seconds from then on, `resumed` by `resume` and
+`extend`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -804,6 +806,13 @@ class Outbox:
         """Return the number of the newest event; 0 without any."""
         with self._database.reading() as connection:
             return connection.execute(_COUNTED).scalar_one()
+
+    def last_of(self, job: str, kinds: Collection[str], *, limit: int) -> list[Event]:
+        """Return the newest events of a job of some kinds, in their order."""
+        found = sa.select(EVENTS).where(EVENTS.c.job == job, EVENTS.c.kind.in_(tuple(kinds)))
+        with self._database.reading() as connection:
+            rows = connection.execute(found.order_by(EVENTS.c.number.desc()).limit(limit)).mappings()
+            return [Event(**row) for row in rows][::-1]
 
     def oldest(self) -> int:
         """Return the lowest number that was not pruned; without events, the next number."""

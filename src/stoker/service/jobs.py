@@ -190,6 +190,20 @@ class Jobs:
             found = {State(state): count for state, count in connection.execute(query)}
         return {state: found.get(state, 0) for state in State}
 
+    def held(self) -> list[Job]:
+        """Return the jobs that a worker has, the oldest first."""
+        query = sa.select(*_FIELDS).where(JOBS.c.state.in_(tuple(HELD_STATES))).order_by(JOBS.c.number)
+        with self._database.reading() as connection:
+            return [job_of(row) for row in connection.execute(query).mappings()]
+
+    def longest_wait_s(self) -> float:
+        """Return for how long the oldest job waits that no worker has taken yet; 0 if there is none."""
+        oldest = sa.select(self._database.wall - sa.func.min(JOBS.c.created)).where(
+            JOBS.c.state.in_(tuple(WAITING_STATES)), JOBS.c.attempt == 0
+        )
+        with self._database.reading() as connection:
+            return max(0.0, connection.execute(oldest).scalar() or 0.0)
+
     def cancel(self, id: str) -> Job:
         """End a job: at once without a worker, else as soon as its process has ended (`cancelling`).
 
@@ -354,7 +368,7 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
 # line that cannot be parsed is not dropped: it becomes a note with the beginning of its text.
 
 
-LINE_KINDS = frozenset({"started", "progress", "batch", "metrics", "completed", "failed"})
+LINE_KINDS = frozenset({"started", "progress", "batch", "metrics", "stall", "completed", "failed"})
 LINE_BYTES = 256 * 1024
 """A longer line becomes a note."""
 CHUNK_BYTES = 4 * LINE_BYTES

@@ -217,6 +217,23 @@ JOB_DETAIL: Example = {
     "events_after": 1207,
 }
 JOB_METRICS: Example = {"job_id": JOB, "metrics": [_ROW]}
+JOB_TIMELINE: Example = {
+    "job_id": JOB,
+    "phases": [
+        {"kind": "queued", "begin": 1772366400.1, "end": 1772366401.4},
+        {"kind": "start", "begin": 1772366401.4, "end": 1772366402.0},
+        {"kind": "fill", "begin": 1772366402.0, "end": 1772366405.3},
+        {"kind": "train", "begin": 1772366405.3, "end": 1772366425.3},
+    ],
+    "intervals": [
+        {
+            "begin": 1772366405.3, "end": 1772366407.3, "busy_s": 1.42, "waits_s": {"read": 0.4},
+            "first_wait_s": 0.03, "tier": "disk",
+        }
+    ],
+    "stall": 0.22,
+    "summary": ["Steps waited 22 % of their time for data: reading from disk 22 %."],
+}  # fmt: skip
 JOB_LOG: Example = {
     "job_id": JOB,
     "lines": ["2026-03-01 12:01:00,004 INFO epoch 42 of 100: loss 0.412, validation 0.437, 79 ms"],
@@ -315,6 +332,7 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "JobList": [JOB_LIST],
         "JobDetail": [JOB_DETAIL],
         "JobMetrics": [JOB_METRICS],
+        "JobTimeline": [JOB_TIMELINE],
         "JobLog": [JOB_LOG],
         "DatasetOut": [DATASET_OUT],
         "DatasetList": [DATASET_LIST],

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import parse_qs
@@ -34,14 +33,13 @@ from stoker.service.jobs import Job
 from stoker.service.models import status_of
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
+from stoker.service.timeline import PHASES, draw_timeline, timeline_of
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
 # Values for templates: what pages show of jobs, caches and the machine.
 
 
-MILESTONES = ("queued", "resumed", "claimed", "started")
-"""Kinds of events that delimit the phases of a start."""
 WIDTH, HEIGHT = 96, 24
 """Size of a spark line in its own units."""
 ACTIONS: tuple[tuple[str, str, frozenset[State]], ...] = (
@@ -122,19 +120,6 @@ def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
         parts.append(BarPart(label=label, text=text, kind=kind, x=round(x, 2), width=round(width, 2)))
         x += width
     return parts
-
-
-def phases(events: Sequence[Event], first: Event | None) -> list[BarPart]:
-    """Return the phases of the last start, from the milestones of a job and the event after `started`."""
-    at = {event.kind: event.at for event in events}
-    asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
-    marks = [("waited for a worker", asked), ("opened data and caches", at.get("claimed", 0.0))]
-    marks += [("first batch", at.get("started", 0.0)), ("", first.at if first else 0.0)]
-    found: list[tuple[str, float, str, str]] = []
-    for i, ((label, begin), (_, end)) in enumerate(pairwise(marks)):
-        if 0 < begin <= end:
-            found.append((label, end - begin, format_seconds(end - begin), f"phase{i}"))
-    return bar(found)
 
 
 def tier_bar(started: Event | None) -> list[BarPart]:
@@ -443,7 +428,7 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     drawn = {"charts": charts(rows), "rows": rows}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        log=_log(services, job_id), **context,
+        log=_log(services, job_id), **_timeline(services, context["job"]), **context,
     )  # fmt: skip
 
 
@@ -451,6 +436,12 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
 def part_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     """Return state, buttons and figures of `show_job`."""
     return page(request, "parts/job.html", **_job(services, job_id))
+
+
+@router.get("/parts/jobs/{job_id}/timeline")
+def part_timeline(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return where the time of a job went."""
+    return page(request, "parts/timeline.html", **_timeline(services, services.jobs.get(job_id)))
 
 
 @router.get("/parts/jobs/{job_id}/log")
@@ -568,13 +559,10 @@ def _recent(services: Services, id: str, epoch: int) -> list[dict[str, Any]]:
 
 def _job(services: Services, id: str) -> dict[str, Any]:
     job = services.jobs.get(id)
-    events = services.outbox.read(0, job=job.id, kinds=MILESTONES)
-    started = next((event for event in reversed(events) if event.kind == "started"), None)
-    first = services.outbox.read(started.number, job=job.id, limit=1) if started else []
+    started = services.outbox.newest_of("started", [job.id]).get(job.id)
     told = started.data if started else {}
     return {
         "job": job, "actions": actions(job), "live": is_live(job), "now": time.time(),
-        "phases": phases(events, first[0] if first else None),
         "tiers": tier_bar(started), "told": told, "newest": _newest(services, job.id, job.epoch),
     }  # fmt: skip
 
@@ -582,6 +570,11 @@ def _job(services: Services, id: str) -> dict[str, Any]:
 def _newest(services: Services, id: str, epoch: int) -> dict[str, Any]:
     rows = services.jobs.metrics(id, limit=1, after=max(0, epoch - 1))
     return rows[-1] if rows else {}
+
+
+def _timeline(services: Services, job: Job) -> dict[str, Any]:
+    drawn = draw_timeline(timeline_of(job, services.outbox))
+    return {"timeline": drawn, "phases_said": [*PHASES.items()]}
 
 
 def _log(services: Services, id: str) -> dict[str, Any]:

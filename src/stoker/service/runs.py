@@ -38,6 +38,7 @@ from stoker.schema import Json
 from stoker.service.folders import JobFile, Journal
 from stoker.service.job_config import JobConfig, splits_of
 from stoker.service.probes import RadioSet
+from stoker.service.timeline import StallSums
 from stoker.sources.protocol import Source
 from stoker.sources.sql.query import parse_database_url
 from stoker.sources.sql.source import SQLSource
@@ -103,6 +104,7 @@ class JobRun:
                 "quarantined": sum(len(one.cache.quarantined) for one in caches),
                 "encoded": sum(one.encoded for one in caches),
                 "reused": sum(one.reused for one in caches),
+                "fill_s": round(sum(one.seconds for one in caches), 3),
                 "caches": [
                     {"name": one.name, "fingerprint": one.cache.fingerprint, "path": str(one.cache.path)}
                     for one in caches
@@ -157,6 +159,7 @@ def train_records(
         plan = train.plan
         tiers = {"tier": plan.tier, "tiers": plan.records_by_tier(), "reason": plan.reason}
         run.tell_started(caches, {"device": str(device), **tiers, **told})
+        events = _RecordEvents(run)
         report = fit(
             learner,
             train,
@@ -165,8 +168,9 @@ def train_records(
             folder=run.folder,
             expected=run.job.checkpoint is not None,
             meter=meter,
-            on_event=_RecordEvents(run).take,
+            on_event=events.take,
         )
+        events.stall.write()
     learner.model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {
         **saved,
@@ -230,6 +234,7 @@ class _RecordEvents:
     def __init__(self, run: JobRun) -> None:
         self._run = run
         self._checkpoint = run.job.checkpoint
+        self.stall = StallSums(run.journal)
 
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Write one event of `fit`."""
@@ -240,6 +245,10 @@ class _RecordEvents:
             journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
         elif kind == "epoch":
             self._tell_epoch(told)
+        elif kind == "stall":
+            self.stall.add(told)
+        elif kind == "stop":
+            self.stall.write()
         elif kind == "checkpoint":
             self._checkpoint = Path(told["path"]).name
         elif kind == "skip":
@@ -408,6 +417,7 @@ class _OperatorEvents:
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
+        self._stall = StallSums(run.journal)
         self._due = 0.0
         self._step: dict[str, Json] = {}
         self._total = 1
@@ -429,6 +439,10 @@ class _OperatorEvents:
             self._take_step(told)
         elif kind == "epoch":
             self._take_epoch(told)
+        elif kind == "stall":
+            self._stall.add(told)
+        elif kind in ("done", "stop"):
+            self._stall.write()
         elif kind in ("checkpoint", "best"):
             self.checkpoint = str(told["path"]).rpartition("/")[2]
         elif kind == "skip":

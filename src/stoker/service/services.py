@@ -9,6 +9,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,7 +20,7 @@ import pynvml
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from stoker.errors import ConfigError, ResourceError
+from stoker.errors import ConfigError, NotFoundError, ResourceError
 from stoker.monitor.meter import MissingGpu, open_gpu
 from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
@@ -27,7 +28,7 @@ from stoker.service.background import CachedValue, Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
 from stoker.service.folders import StateFolder, prepare_state_dir
-from stoker.service.jobs import Jobs
+from stoker.service.jobs import Job, Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import EventFeed
@@ -176,8 +177,43 @@ def as_prometheus(services: Services) -> str:
     lines += counts("stoker_figure_age_seconds", "gauge", "figure", ages)
     lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
     lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)
+    lines += _job_lines(services)
     lines += services.traffic.lines()
     return "\n".join(lines) + "\n"
+
+
+def _job_lines(services: Services) -> list[str]:
+    """Return the queue, the workers, and the figures of each job that runs."""
+    workers = [] if services.supervisor is None else services.supervisor.workers()
+    alive = {"alive": sum(one.alive for one in workers), "wanted": len(workers)}
+    lines = [*counts("stoker_workers", "gauge", "state", alive)]
+    found = services.figures.queue.get().value
+    if found is None:
+        return lines
+    lines += ["# TYPE stoker_queue_oldest_seconds gauge"]
+    lines += [f"stoker_queue_oldest_seconds {found.longest_wait_s:.3f}"]
+    figures: dict[str, dict[str, float | None]] = {
+        "stoker_job_stall_ratio": {job.id: job.stall for job in found.jobs},
+        "stoker_job_progress_ratio": {job.id: job.progress for job in found.jobs},
+        "stoker_job_train_loss": {job.id: job.train_loss for job in found.jobs},
+        "stoker_job_val_loss": {job.id: job.val_loss for job in found.jobs},
+        "stoker_job_samples_per_second": {job.id: found.rates.get(job.id) for job in found.jobs},
+    }
+    names = {job.id: job.name for job in found.jobs}
+    for figure, values in figures.items():
+        known = {id: value for id, value in values.items() if value is not None}
+        lines += [f"# TYPE {figure} gauge"] if known else []
+        lines += [f'{figure}{{job="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()]
+    return lines
+
+
+def _label(text: str) -> str:
+    r"""Return text as the value of a label.
+
+    >>> print(_label('a "b"'))
+    a \"b\"
+    """
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 FIGURE_S = 2.0
@@ -188,6 +224,29 @@ FOLDERS, FOLDER_S = 8, 10.0
 """How many caches are read at once, and the timeout of each."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueFigures:
+    """The queue and the jobs that run."""
+
+    longest_wait_s: float
+    jobs: list[Job]
+    """Those that a worker has."""
+    rates: dict[str, float]
+    """Samples a second of their last epochs, by id."""
+
+    @classmethod
+    def of(cls, jobs: Jobs) -> QueueFigures:
+        """Read them."""
+        held = jobs.held()
+        rates: dict[str, float] = {}
+        for job in held:
+            with suppress(NotFoundError):  # deleted since
+                rows = jobs.metrics(job.id, limit=1, after=max(0, job.epoch - 1))
+                rate = rows[-1].get("samples_per_s") if rows else None
+                rates |= {job.id: float(rate)} if isinstance(rate, int | float) else {}
+        return cls(longest_wait_s=jobs.longest_wait_s(), jobs=held, rates=rates)
+
+
 class Figures:
     """Reads the database, the disk, the GPU driver and the folder of caches."""
 
@@ -196,6 +255,10 @@ class Figures:
             jobs.counts, "the count of jobs", wait_s=FIGURE_S
         )
         """Jobs by state."""
+        self.queue: CachedValue[QueueFigures] = CachedValue(
+            lambda: QueueFigures.of(jobs), "the queue of jobs", wait_s=FIGURE_S
+        )
+        """What waits, and what runs."""
         self.disk: CachedValue[tuple[int | None, int | None]] = CachedValue(
             lambda: _room(folder), f"the disk of {folder.path}", wait_s=FIGURE_S
         )

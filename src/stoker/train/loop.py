@@ -423,39 +423,40 @@ class StallRecorder:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin; without a folder no lines are written, and no `stall` is told."""
+        """Begin; without a folder no lines are written."""
         self._meter = meter
         self._tell = tell
         self._ranks = ranks
         self._facts: dict[str, Json] = {}
         self._total = 0
-        self._journals: tuple[StallJournal, StallJournal] | None = None
-        if meter is not None:
-            meter.reset()
-        if meter is not None and folder is not None:
+        self._told: StallJournal | None = None
+        self._written: StallJournal | None = None
+        if meter is None:
+            return
+        meter.reset()
+        self._told = StallJournal(meter, every_s=TELL_S, clock=clock)
+        if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)  # on a machine without rank 0 it does not exist yet
             path = folder / journal_name(meter.epoch().rank)
-            self._journals = (
-                StallJournal(meter, every_s=TELL_S, clock=clock),
-                StallJournal(meter, path, every_s=EVERY_S, clock=clock),
-            )
+            self._written = StallJournal(meter, path, every_s=EVERY_S, clock=clock)
 
     def begin_pass(self) -> None:
         """Start counting again: time between two passes is neither waiting nor stepping."""
         if self._meter is not None:
             self._meter.reset()
-        for journal in self._journals or ():
-            journal.restarted()
+        for journal in (self._told, self._written):
+            if journal is not None:
+                journal.restarted()
 
     def tick(self, progress: TrainProgress, total: int) -> None:
         """Tell and write what is due after a step."""
-        if self._journals is None:
+        if self._told is None:
             return
-        told, written = self._journals
         self._facts = {"step": progress.step, "epoch": progress.epoch + 1}
         self._total = total
-        self._say(told.tick())
-        written.tick(self._facts)
+        self._say(self._told.tick())
+        if self._written is not None:
+            self._written.tick(self._facts)
 
     def _say(self, interval: StallReport | None) -> None:
         if interval is not None:
@@ -465,10 +466,10 @@ class StallRecorder:
         """Add the pass of all ranks to `progress`; return this rank's stall, None without a meter."""
         if self._meter is None:
             return None
-        if self._journals is not None:
-            told, written = self._journals
-            self._say(told.cut())  # a pass shorter than an interval is one
-            written.cut(self._facts)
+        if self._told is not None:
+            self._say(self._told.cut())  # a pass shorter than an interval is one
+        if self._written is not None:
+            self._written.cut(self._facts)
         report = self._meter.epoch()
         own = [report.wait_s, report.step_s, report.batches]
         own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
@@ -486,8 +487,8 @@ class StallRecorder:
 
     def close(self, progress: TrainProgress) -> None:
         """Write the summary of this run."""
-        if self._journals is not None:
-            self._journals[1].close({"step": progress.step, "epoch": progress.epoch})
+        if self._written is not None:
+            self._written.close({"step": progress.step, "epoch": progress.epoch})
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // What pages do beyond HTML: follow the service's events, draw curves, send forms as JSON, say what went wrong.
 "use strict";
 
-const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "pausing", "paused", "resumed",
+const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "stall", "pausing", "paused", "resumed",
   "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
 const RETRY_MS = 3000;
 const POLL_MS = 1000;
