@@ -197,7 +197,7 @@ class Jobs:
             return [job_of(row) for row in connection.execute(query).mappings()]
 
     def longest_wait_s(self) -> float:
-        """Return for how long the oldest job waits that no worker has taken yet; 0 if there is none."""
+        """Return for how long the oldest job waits that no worker has taken yet, or 0."""
         oldest = sa.select(self._database.wall - sa.func.min(JOBS.c.created)).where(
             JOBS.c.state.in_(tuple(WAITING_STATES)), JOBS.c.attempt == 0
         )

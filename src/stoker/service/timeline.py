@@ -27,7 +27,7 @@ LEAST_S = 2.0
 PART_OF_RUN = 0.01
 """The same as a part of the time since training began: a week is some 1,000 intervals."""
 MOMENT_S = 0.5
-"""A start that is shorter and leads back to the queue counts as waiting. Gaps that are shorter are none."""
+"""A start that is shorter and leads back to the queue counts as waiting. Shorter gaps are closed."""
 MOST_EVENTS = 20_000
 """Events that a timeline is made of; the newest ones."""
 MOST_INTERVALS = 200
