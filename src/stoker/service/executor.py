@@ -36,7 +36,7 @@ class JobProgram:
 
     target: str = "stoker.service.child:serve"
     """A function in the form of `Child`; it calls `begin_job` first."""
-    modules: tuple[str, ...] = (*TORCH, "stoker.service.child", "stoker.service.runs")
+    modules: tuple[str, ...] = (*TORCH, "torch._dynamo", "stoker.service.child", "stoker.service.runs")
     """Modules that are imported before it starts."""
 
 

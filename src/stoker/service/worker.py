@@ -59,9 +59,9 @@ class WorkerPace:
     """Intervals of a worker."""
 
     poll_s: float = 0.25
-    """Seconds between two checks of the process and its file."""
+    """Seconds between two checks of the process and its file, and of the queue without a job."""
     look_s: float = 1.0
-    """Seconds between two checks of the requests for the job, and of the queue without a job."""
+    """Seconds between two checks of the requests for the job, and of a database that does not answer."""
     database_timeout_s: float = 600.0
     """How long the database may not answer before the job is stopped with a checkpoint."""
 
@@ -377,6 +377,7 @@ class JobWorker:
         name, is_free = self.settings.name, True
         while not self.stopping:
             self.heartbeat()
+            wait_s = self.settings.pace.poll_s
             try:
                 # Between attempts it has no job. If the database says otherwise, the answer to `take` was
                 # lost or the job could not be given back.
@@ -388,9 +389,9 @@ class JobWorker:
                     self.work(attempt)
                     continue
             except (DegradedError, LostAttemptError) as error:
-                is_free = False
+                is_free, wait_s = False, self.settings.pace.look_s
                 _log.warning("%s", error)
-            time.sleep(self.settings.pace.look_s)
+            time.sleep(wait_s)
 
     def work(self, attempt: JobAttempt) -> None:
         """Make one attempt at a job.
