@@ -72,7 +72,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "stoker.cli.serving": (
         "serve",
         *("job.submit", "job.list", "job.show", "job.logs", "job.cancel", "job.pause", "job.resume"),
-        *("job.continue", "job.delete", "job.login"),
+        *("job.continue", "job.files", "job.download", "job.delete", "job.login"),
     ),
 }
 """Commands of the core that are in other modules, each imported when one of its commands is used."""

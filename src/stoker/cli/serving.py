@@ -20,7 +20,7 @@ from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
 from stoker.runtime.threads import RetryPolicy, retry
-from stoker.units import format_percent
+from stoker.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from stoker.service.client import ServiceClient
@@ -344,6 +344,52 @@ def job_continue(
 
 
 @cli_command
+def job_files(
+    out: CommandOutput,
+    id: JobId,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """List the files of a job: model, report, checkpoints.
+
+    \b
+    Example:
+      stoker job files 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+    """
+    found = {"files": _client(server, state_dir, token_file).files(id)}
+    out.show(found, _render_files)
+
+
+@cli_command
+def job_download(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: CommandOutput,
+    id: JobId,
+    name: Annotated[
+        str, typer.Argument(metavar="FILE", help="As `stoker job files` names it, or metrics.csv.")
+    ] = "model.safetensors",
+    to: Annotated[
+        Path | None, typer.Option(parser=Path, metavar="PATH", help="A file; default: its name, here.")
+    ] = None,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Download a file of a job.
+
+    \b
+    Example:
+      stoker job download 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+      stoker job download 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b metrics.csv --to night.csv
+    """
+    path = to or Path(name.rpartition("/")[2])
+    if path.is_dir():
+        path /= name.rpartition("/")[2]
+    size_bytes = _client(server, state_dir, token_file).download(id, name, path)
+    out.show({"path": str(path), "bytes": size_bytes}, _render_values)
+
+
+@cli_command
 def job_delete(
     out: CommandOutput,
     id: JobId,
@@ -486,6 +532,15 @@ def _render_job(found: Mapping[str, Any], console: Console) -> None:
     ]
     if rows:
         table(console, [bold(*shown), *rows], fixed=5, right=range(5), gap=2)
+
+
+def _render_files(found: Mapping[str, Any], console: Console) -> None:
+    if not found["files"]:
+        console.print("no files yet. A checkpoint comes with the first epochs")
+        return
+    rows = [bold("file", "size")]
+    rows += [(escape(one["name"]), format_bytes(one["bytes"])) for one in found["files"]]
+    table(console, rows, fixed=2, right=range(1, 2), gap=2)
 
 
 def _render_values(found: Mapping[str, Any], console: Console) -> None:

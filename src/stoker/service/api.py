@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Body, Header, Query, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
-from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
@@ -20,14 +22,18 @@ from stoker.service import stream
 from stoker.service.background import Operation
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
+from stoker.service.folders import ResultFile, result_files
 from stoker.service.job_config import JobConfig, check
+from stoker.service.jobs import Job
 from stoker.service.models import (
     DATASET,
     EVENT,
     FINGERPRINT,
     LOG_EVENT,
     PROMETHEUS,
+    FileOut,
     JobDetail,
+    JobFiles,
     JobList,
     JobLog,
     JobMetrics,
@@ -52,6 +58,15 @@ MOST_WAITING = 10_000
 """Jobs that may wait for a worker; more are refused until a worker has taken some."""
 PLAN_S = 300.0
 """Timeout of a plan, which opens the data in its own process."""
+CSV_CHARS = 64_000
+"""Characters of CSV that are sent at once."""
+CSV: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/csv": {"example": "epoch,at,train_loss\n1,1772366460.0,0.41\n"}}}
+}
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {}}},
+    206: {"description": "The range that was asked for."},
+}
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
@@ -160,6 +175,75 @@ def get_metrics(
 ) -> Response:
     """Return what was measured, one row per epoch, in order."""
     return as_json(JobMetrics(job_id=job_id, metrics=services.jobs.metrics(job_id, limit=limit, after=after)))
+
+
+@jobs_router.get(
+    "/jobs/{job_id}/metrics.csv", response_class=StreamingResponse, responses={**CSV, **error_responses(404)}
+)
+def get_metrics_csv(job_id: Id, services: ServicesDep) -> Response:
+    """Return all that was measured as CSV, one line per epoch; a value that an epoch lacks is empty."""
+    job = services.jobs.get(job_id)
+    name = {"Content-Disposition": f'attachment; filename="metrics-{job.id}.csv"'}
+    return StreamingResponse(_csv_lines(services, job.id), media_type="text/csv", headers=name)
+
+
+def _csv_lines(services: Services, job: str) -> Iterator[str]:
+    names = dict.fromkeys(("epoch", "at"))
+    for row in _all_metrics(services, job):
+        names |= dict.fromkeys(row)
+    lines = StringIO()
+    writer = csv.DictWriter(lines, [*names], lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for row in _all_metrics(services, job):
+        writer.writerow(row)
+        if lines.tell() > CSV_CHARS:
+            yield lines.getvalue()
+            lines.seek(0)
+            lines.truncate()
+    yield lines.getvalue()
+
+
+def _all_metrics(services: Services, job: str) -> Iterator[dict[str, Json]]:
+    after = 0
+    while rows := services.jobs.metrics(job, limit=1000, after=after):
+        yield from rows
+        after = cast("int", rows[-1]["epoch"])
+
+
+@jobs_router.get("/jobs/{job_id}/files", responses=error_responses(404))
+def get_files(job_id: Id, services: ServicesDep) -> JobFiles:
+    """Return the files that a job has left: model, report, figures, log, and those of its checkpoints."""
+    job, found = _files_of(services, job_id)
+    files = [FileOut(name=one.name, bytes=one.bytes, changed_at=utc(one.changed)) for one in found]
+    return JobFiles(job_id=job.id, files=files)
+
+
+@jobs_router.get(
+    "/jobs/{job_id}/files/{name:path}",
+    response_class=FileResponse,
+    responses={**FILE, 416: {"description": "No such range."}, **error_responses(404)},
+)
+def get_file(
+    job_id: Id,
+    services: ServicesDep,
+    name: Annotated[str, InPath(max_length=200, description="As `/jobs/{job_id}/files` names it.")],
+) -> Response:
+    """Return one of these files; a `Range` of it if the request asks for one."""
+    job, found = _files_of(services, job_id)
+    if name not in {one.name for one in found}:
+        raise NotFoundError(
+            f"job {job.id} has no file {name!r}",
+            hint=f"`stoker job files {job.id}` lists those that it has; a model comes at the end",
+        )
+    path = services.folder.job(job.id).path / name
+    own = f"{job.id[:8]}-{name.removeprefix('checkpoints/').replace('/', '-')}"
+    return FileResponse(path, filename=own, media_type="application/octet-stream")
+
+
+def _files_of(services: Services, id: str) -> tuple[Job, list[ResultFile]]:
+    job = services.jobs.get(id)
+    folder = services.folder.job(job.id)
+    return job, services.figures.look_into(f"the folder of job {job.id}", lambda: result_files(folder))
 
 
 @jobs_router.get("/jobs/{job_id}/timeline", response_model=JobTimeline, responses=error_responses(404))
@@ -533,8 +617,8 @@ def inspect_cache(name: Name, fingerprint: Print, services: ServicesDep) -> Cach
     """Return one cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.run.caches import inspect_cache as inspect
 
-    return services.figures.look_into_cache(
-        f"{name}/{fingerprint}",
+    return services.figures.look_into(
+        f"cache {name}/{fingerprint}",
         lambda: CacheDetail.model_validate(inspect(cache_folder(services, name, fingerprint)).to_json()),
     )
 
@@ -576,7 +660,7 @@ def why(
         second = None if other is None else cache_folder(services, name, other)
         return WhyOut.model_validate(explain(cache_folder(services, name, fingerprint), second).to_json())
 
-    return services.figures.look_into_cache(f"{name}/{fingerprint}", compare)
+    return services.figures.look_into(f"cache {name}/{fingerprint}", compare)
 
 
 @caches_router.post(

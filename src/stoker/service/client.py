@@ -19,6 +19,7 @@ from stoker.errors import (
     StalledError,
     StokerError,
 )
+from stoker.runtime.files import replace_atomically
 from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailure, HttpStream, json_object
 
 API = "/api/v1/training"
@@ -26,6 +27,9 @@ TIMEOUT_S = 35.0
 """A little more than the longest time to the start of an answer."""
 SILENCE_S = 60.0
 """A stream without data for this long is dead: the service sends a heartbeat every 15 s."""
+PIECE_BYTES = 1 << 20
+METRICS_CSV = "metrics.csv"
+"""What was measured, as a file."""
 IS_IT = ". Is it a Stoker service?"
 Act = Literal["cancel", "pause", "resume"]
 
@@ -89,6 +93,42 @@ class ServiceClient:
     def log(self, id: str, *, tail: int = 200) -> dict[str, Any]:
         """Return the end of a job's log: `lines`, `offset`."""
         return self._ask("GET", f"{_job(id)}/logs?tail={tail}")
+
+    def timeline(self, id: str) -> dict[str, Any]:
+        """Return where a job's time went: `phases`, `intervals`, `stall`, `summary`."""
+        return self._ask("GET", f"{_job(id)}/timeline")
+
+    def files(self, id: str) -> list[dict[str, Any]]:
+        """Return the files that a job has left: `name`, `bytes`, `changed_at`."""
+        return self._ask("GET", f"{_job(id)}/files")["files"]
+
+    def download(self, id: str, name: str, path: Path) -> int:
+        """Write a file of a job to `path`, which appears complete or not at all; return its bytes.
+
+        Args:
+            id: The job.
+            name: As `files` names it; `metrics.csv`: what was measured, a line for each epoch.
+            path: Where to write it; replaced if it exists.
+
+        Raises:
+            NotFoundError: The job has no such file.
+            StalledError: The transfer broke off.
+            ResourceError: The disk is full.
+        """
+        address = f"{_job(id)}/metrics.csv" if name == METRICS_CSV else f"{_job(id)}/files/{quote(name)}"
+        size = 0
+        with self._stream(address, {"Accept": "*/*"}) as stream, replace_atomically(path) as temporary:
+            try:
+                with temporary.open("wb") as file:
+                    while piece := stream.read(PIECE_BYTES):
+                        size += file.write(piece)
+            except HttpFailure as error:
+                raise StalledError(
+                    f"{name} broke off after {size} bytes: {error}", hint="Try again"
+                ) from None
+            if stream.missing_bytes:
+                raise StalledError(f"{name} ended {stream.missing_bytes} bytes early", hint="Try again")
+        return size
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Generate a data set; return `dataset` and the `job` that makes it."""

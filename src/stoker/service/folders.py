@@ -67,6 +67,41 @@ class JobFolder:
             make_folder(path, 0o700)
 
 
+RESULTS = ("model.safetensors", "report.html", "curves.png", "metrics.jsonl", "stall.jsonl", "log.txt")
+"""Files of a job that a user may take, besides those of its checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFile:
+    """A file that a job has left."""
+
+    name: str
+    """Below the job's folder, with `/`."""
+    bytes: int
+    changed: float
+    """Unix seconds."""
+
+
+def result_files(folder: JobFolder) -> list[ResultFile]:
+    """Return the files of a job that a user may take: results, then checkpoints with the best first.
+
+    Links are left out.
+    """
+    found = [folder.path / name for name in RESULTS]
+    with suppress(FileNotFoundError):
+        for checkpoint in sorted(folder.checkpoints.iterdir()):
+            if not checkpoint.name.startswith(".") and not checkpoint.is_symlink() and checkpoint.is_dir():
+                found += sorted(checkpoint.iterdir())
+    files: list[ResultFile] = []
+    for path in found:
+        with suppress(FileNotFoundError):  # a checkpoint may go at any time
+            known = path.lstat()
+            if stat.S_ISREG(known.st_mode) and not path.name.startswith("."):
+                name = path.relative_to(folder.path).as_posix()
+                files.append(ResultFile(name=name, bytes=known.st_size, changed=known.st_mtime))
+    return files
+
+
 class StateFolder:
     """The state folder of a service."""
 

@@ -196,6 +196,15 @@ class Jobs:
         with self._database.reading() as connection:
             return [job_of(row) for row in connection.execute(query).mappings()]
 
+    def ahead(self, id: str) -> int:
+        """Return how many jobs wait that are taken before this one."""
+        own = sa.select(JOBS.c.number).where(JOBS.c.id == id).scalar_subquery()
+        earlier = sa.select(sa.func.count()).where(
+            JOBS.c.state.in_(tuple(WAITING_STATES)), JOBS.c.number < own
+        )
+        with self._database.reading() as connection:
+            return connection.execute(earlier).scalar_one()
+
     def longest_wait_s(self) -> float:
         """Return for how long the oldest job waits that no worker has taken yet, or 0."""
         oldest = sa.select(self._database.wall - sa.func.min(JOBS.c.created)).where(

@@ -145,6 +145,21 @@ class JobMetrics(BaseModel):
     metrics: list[dict[str, Any]]
 
 
+class FileOut(BaseModel):
+    """A file that a job has left."""
+
+    name: str = Field(description="To be asked for as `/jobs/{job_id}/files/{name}`.")
+    bytes: int
+    changed_at: str
+
+
+class JobFiles(BaseModel):
+    """The files that a job has left: results, then those of its checkpoints."""
+
+    job_id: str
+    files: list[FileOut]
+
+
 class JobLog(BaseModel):
     """The end of a job's log."""
 
@@ -233,6 +248,16 @@ JOB_TIMELINE: Example = {
     ],
     "stall": 0.22,
     "summary": ["Steps waited 22 % of their time for data: reading from disk 22 %."],
+}  # fmt: skip
+JOB_FILES: Example = {
+    "job_id": JOB,
+    "files": [
+        {"name": "model.safetensors", "bytes": 231480, "changed_at": "2026-03-01T12:03:10.004Z"},
+        {
+            "name": "checkpoints/best-000000559/model.safetensors", "bytes": 231480,
+            "changed_at": "2026-03-01T12:02:41.220Z",
+        },
+    ],
 }  # fmt: skip
 JOB_LOG: Example = {
     "job_id": JOB,
@@ -333,6 +358,7 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "JobDetail": [JOB_DETAIL],
         "JobMetrics": [JOB_METRICS],
         "JobTimeline": [JOB_TIMELINE],
+        "JobFiles": [JOB_FILES],
         "JobLog": [JOB_LOG],
         "DatasetOut": [DATASET_OUT],
         "DatasetList": [DATASET_LIST],

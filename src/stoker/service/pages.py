@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import parse_qs
@@ -26,7 +27,7 @@ from starlette.staticfiles import StaticFiles
 import stoker
 from stoker.errors import NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
-from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
+from stoker.service.api import DatasetId, Id, Name, Print, get_files, inspect_cache, list_caches, why
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
@@ -356,6 +357,10 @@ EPOCHS_SHOWN = 5000
 """Newest rows of metrics that a page draws; a continued job may have more."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
+PACE_EPOCHS = 6
+"""Last epochs that tell how long the others take."""
+LEAST_PROGRESS = 0.02
+"""The same before there are two: the part of the job that must be done."""
 USERS = 100
 """Newest jobs that are searched for users of a cache or data set."""
 
@@ -444,6 +449,23 @@ def part_timeline(request: Request, services: ServicesDep, job_id: Id) -> Respon
     return page(request, "parts/timeline.html", **_timeline(services, services.jobs.get(job_id)))
 
 
+@router.get("/parts/jobs/{job_id}/files")
+def part_files(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return links to the files of a job, or why they cannot be listed."""
+    job = services.jobs.get(job_id)
+    try:
+        files, fact, hint = get_files(job_id, services).files, "", ""
+    except (StalledError, OSError) as error:
+        files, fact = [], error.fact if isinstance(error, StalledError) else str(error)
+        hint = error.hint if isinstance(error, StalledError) else ""
+    own = [one for one in files if "/" in one.name]
+    checkpoints = groupby(own, key=lambda one: one.name.split("/")[1])
+    return page(
+        request, "parts/files.html", job=job, files=files, fact=fact, hint=hint,
+        checkpoints=[(name, [*some]) for name, some in checkpoints],
+    )  # fmt: skip
+
+
 @router.get("/parts/jobs/{job_id}/log")
 def part_log(request: Request, services: ServicesDep, job_id: Id) -> Response:
     """Return the end of a job's log."""
@@ -507,8 +529,8 @@ def show_cache(
 
     detail = inspect_cache(name, fingerprint, services).model_dump()
     folder = services.folder.caches / name / fingerprint
-    recipe = services.figures.look_into_cache(
-        f"{name}/{fingerprint}", lambda: open_cache(folder, require_complete=False).recipe.entries
+    recipe = services.figures.look_into(
+        f"cache {name}/{fingerprint}", lambda: open_cache(folder, require_complete=False).recipe.entries
     )
     others = [
         one for one in list_caches(services).caches if one.name == name and one.fingerprint != fingerprint
@@ -561,15 +583,48 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     job = services.jobs.get(id)
     started = services.outbox.newest_of("started", [job.id]).get(job.id)
     told = started.data if started else {}
+    now = time.time()
+    rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
+    ahead = services.jobs.ahead(job.id) if job.state in WAITING_STATES else 0
     return {
-        "job": job, "actions": actions(job), "live": is_live(job), "now": time.time(),
-        "tiers": tier_bar(started), "told": told, "newest": _newest(services, job.id, job.epoch),
+        "times": times(job, ahead, left_s(job, rows, started, now), now),
+        "job": job, "actions": actions(job), "live": is_live(job), "now": now,
+        "tiers": tier_bar(started), "told": told, "newest": rows[-1] if rows else {},
     }  # fmt: skip
 
 
-def _newest(services: Services, id: str, epoch: int) -> dict[str, Any]:
-    rows = services.jobs.metrics(id, limit=1, after=max(0, epoch - 1))
-    return rows[-1] if rows else {}
+def left_s(job: Job, rows: Sequence[Mapping[str, Any]], started: Event | None, now: float) -> float | None:
+    """Return the seconds that a job still takes, at the pace of its last epochs; None: not known.
+
+    Args:
+        job: The job.
+        rows: Its last epochs.
+        started: When its training began, for as long as no two epochs are there.
+        now: Unix seconds.
+    """
+    if job.state not in HELD_STATES or job.progress >= 1.0:
+        return None
+    if len(rows) > 1:
+        pace_s = (rows[-1]["at"] - rows[0]["at"]) / (rows[-1]["epoch"] - rows[0]["epoch"])
+        return max(0.0, pace_s * job.epochs * (1.0 - job.progress))
+    if started is None or job.attempt > 1 or job.progress < LEAST_PROGRESS:
+        return None
+    return (now - started.at) * (1.0 - job.progress) / job.progress
+
+
+def times(job: Job, ahead: int, left: float | None, now: float) -> list[tuple[str, str]]:
+    """Return the elapsed and the remaining time of a job, or its place in the queue, as names and texts."""
+    if job.state in WAITING_STATES:
+        return [
+            ("Waits for a worker", "it is next" if ahead == 0 else f"{format_count(ahead, 'job')} before it")
+        ]
+    if job.started is None:
+        return []
+    ended = now if job.ended is None else job.ended
+    return [
+        ("Elapsed", format_seconds(max(0.0, ended - job.started))),
+        *([] if left is None else [("Left, about", format_seconds(left))]),
+    ]
 
 
 def _timeline(services: Services, job: Job) -> dict[str, Any]:

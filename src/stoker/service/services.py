@@ -221,7 +221,7 @@ FIGURE_S = 2.0
 SCAN_S = 20.0
 """Timeout of listing the caches: less than that of an answer."""
 FOLDERS, FOLDER_S = 8, 10.0
-"""How many caches are read at once, and the timeout of each."""
+"""How many folders are read at once, and the timeout of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +273,9 @@ class Figures:
         """One row per cache."""
         self._folders = Pool(FOLDERS, "stoker-look")
 
-    def look_into_cache(self, cache: str, work: Callable[[], T]) -> T:
-        """Return what `work` finds in the folder of one cache; errors as `Pool.call_within`."""
-        return self._folders.call_within(FOLDER_S, work, f"cache {cache}")
+    def look_into(self, what: str, work: Callable[[], T]) -> T:
+        """Return what `work` finds in a folder, of `what`; errors as `Pool.call_within`."""
+        return self._folders.call_within(FOLDER_S, work, what)
 
 
 def _room(folder: StateFolder) -> tuple[int | None, int | None]:
