@@ -231,7 +231,8 @@ def test_an_error_of_the_script_is_told_as_the_scripts_own_with_its_line(
         ("import sys\nsys.exit(2)\n", "exited with code 2 at ends.py:2"),
         ("import sys\nsys.exit('no data')\n", "exited with code 1 at ends.py:2: no data"),
         (
-            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"
+            "import argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--data', required=True)\n"
             "parser.parse_args()\n",
             "exited with code 2 at ends.py:4",
         ),
