@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, CorruptError, ServiceError
-from stoker.loader import Loader
+from stoker.loader import Loader, Windows
 from stoker.plan import rates as rates_module
 from stoker.run import bench
 from stoker.run.bench import (
@@ -44,6 +44,16 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def figure(bytes_s: float, **more: Any) -> BenchFigure:
     return BenchFigure(**{"what": "made up", "bytes_s": bytes_s, "scatter": 0.0, **more})
+
+
+def test_a_batch_larger_than_all_windows_is_refused_with_their_number(cache: Cache) -> None:
+    with Loader(cache, 1, windows=Windows()) as loader:
+        count = len(loader)
+
+    with pytest.raises(ConfigError, match=f"--batch-size {count} or less"):
+        job_of_cache(cache.path, count + 1)
+    assert job_of_cache(cache.path, count).batch_size == count
+    assert job_of_cache(cache.path, count + 1, or_all=True).batch_size == count
 
 
 def test_each_tier_stands_beside_its_limit(cache: Cache, tmp_path: Path) -> None:

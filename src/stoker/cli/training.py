@@ -106,7 +106,8 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
+        int | None,
+        typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}, or all it has."),
     ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
 ) -> None:
@@ -172,7 +173,7 @@ def _job(words: list[str], batch_size: int | None) -> AbstractContextManager[Ben
     from stoker.store.remote import is_url
 
     if len(words) == 1 and is_url(words[0]):
-        return job_of_url(words[0], batch_size or BATCH_SIZE)
+        return job_of_url(words[0], batch_size or BATCH_SIZE, or_all=batch_size is None)
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -181,7 +182,7 @@ def _job(words: list[str], batch_size: int | None) -> AbstractContextManager[Ben
             hint="Settings are written key=value and go with a CONFIG",
         )
     if paths and paths[0].is_dir():
-        return nullcontext(job_of_cache(paths[0], batch_size or BATCH_SIZE))
+        return nullcontext(job_of_cache(paths[0], batch_size or BATCH_SIZE, or_all=batch_size is None))
     if batch_size is not None:
         raise ConfigError(
             f"--batch-size {batch_size} is for a CACHE",

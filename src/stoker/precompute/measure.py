@@ -20,10 +20,10 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
-from stoker.plan.resources import probe
+from stoker.plan.resources import is_out_of_memory, probe
 from stoker.precompute.arena import LoadedBatch
 from stoker.precompute.by_length import calls_of, split_by_part
-from stoker.precompute.encode import full_precision, is_out_of_memory
+from stoker.precompute.encode import full_precision
 from stoker.precompute.run import StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.libc import release_memory

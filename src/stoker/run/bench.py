@@ -155,11 +155,17 @@ def job_of_config(run: Run) -> BenchJob:
             hint="`stoker bench` serves what is there: run `stoker precompute` with the same settings first",
         )
     schema = located.cache.schema
-    return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
+    batch = batch_examples(run, schema)
+    return _job(located.cache, run.windows_for(schema), batch, device=run.device, or_all=True)
 
 
-def job_of_cache(path: Path, batch_size: int) -> BenchJob:
+def job_of_cache(path: Path, batch_size: int, *, or_all: bool = False) -> BenchJob:
     """Return a cache by its folder: windows of its trajectories, or entire records if it has none.
+
+    Args:
+        path: Of the cache.
+        batch_size: Examples in a batch.
+        or_all: Take a batch of all examples where there are fewer.
 
     Raises:
         ConfigError: It has no records, or fewer than a batch.
@@ -167,22 +173,22 @@ def job_of_cache(path: Path, batch_size: int) -> BenchJob:
     """
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
-    return _job(cache, Windows() if timed else None, batch_size, "cpu")
+    return _job(cache, Windows() if timed else None, batch_size, device="cpu", or_all=or_all)
 
 
 @contextmanager
-def job_of_url(url: str, batch_size: int) -> Generator[BenchJob]:
+def job_of_url(url: str, batch_size: int, *, or_all: bool = False) -> Generator[BenchJob]:
     """Yield a cache at a URL, as `job_of_cache`; nothing of its shards is kept afterwards.
 
     Raises:
-        ConfigError: It has no records.
+        ConfigError: It has no records, or fewer than a batch.
         StokerError: As `attach_mirror`.
     """
     with (
         _temporary_parent(MIRROR_DIR) as parent,
         tempfile.TemporaryDirectory(prefix=".bench-", dir=parent, ignore_cleanup_errors=True) as folder,
     ):
-        job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size)
+        job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size, or_all=or_all)
         with job.cache:
             yield replace(job, files=(), remote=open_storage(job.cache.path).mirror)
 
@@ -199,7 +205,7 @@ def _temporary_parent(folder: Path) -> Generator[Path]:
                 one.rmdir()
 
 
-def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
+def _job(cache: Cache, windows: Windows | None, batch_size: int, *, device: str, or_all: bool) -> BenchJob:
     """Return what is served of a cache.
 
     Raises:
@@ -213,17 +219,22 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
             hint="Encode some with `stoker precompute` first. "
             f"`stoker cache show {place}` says which samples are quarantined",
         )
-    if windows is None and batch_size > len(numbers):
+    count, kind = len(numbers), "record"
+    if windows is not None:
+        kind = "window"
+        with Loader(cache, 1, windows=windows, tier="disk") as loader:
+            count = len(loader)
+    if batch_size > count and not or_all:
         raise ConfigError(
-            f"a batch of {batch_size} is more than the {format_count(len(numbers), 'record')} of "
+            f"a batch of {batch_size} is more than the {format_count(count, kind)} of "
             f"{display_path(cache.path)}",
-            hint=f"Give --batch-size {len(numbers)} or less",
+            hint=f"Give --batch-size {count} or less",
         )
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / max(1, _set_bytes(cache)))))
     return BenchJob(
         cache=cache,
         windows=windows,
-        batch_size=batch_size,
+        batch_size=min(batch_size, count),
         device=device,
         files=[cache.path / shard.file for shard in cache.index.shards],
         served=numbers[:part],

@@ -35,7 +35,6 @@ from stoker.store.access import first_values
 from stoker.store.cache import peek_cache
 from stoker.store.format import RECIPE_FILE
 from stoker.store.recipe import stored_schema
-from stoker.store.remote import is_url
 from stoker.store.storage import display_path, mirror_url, note_use, resolve_local
 
 log = logging.getLogger("stoker")
@@ -210,23 +209,28 @@ class CacheFolder(JsonResult):
 def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:
     """Return what a cache holds, or a folder of several caches.
 
+    Args:
+        path: Of the cache or the folder, or its URL.
+
     Raises:
         FormatError: There is no cache, or not one that this version reads.
+        StokerError: As `resolve_local`, of a URL.
     """
-    names = [] if is_url(path) else names_in(Path(path))
+    folder = resolve_local(path)
+    names = names_in(folder)
     if not names:
-        return inspect_cache(path)
+        return inspect_cache(folder)
     caches: list[CacheSummary] = []
     unreadable: dict[str, str] = {}
     for name in names:
-        recipes = sorted(Path(path, name).glob("*/recipe.json"), key=lambda file: -file.stat().st_mtime_ns)
+        recipes = sorted((folder / name).glob("*/recipe.json"), key=lambda file: -file.stat().st_mtime_ns)
         several = len(recipes) > 1
-        for place in [file.parent for file in recipes] if several else [Path(path, name)]:
+        for place in [file.parent for file in recipes] if several else [folder / name]:
             try:
                 caches.append(inspect_cache(place))
             except StokerError as error:
                 unreadable[f"{name}/{place.name}" if several else name] = str(error)
-    return CacheFolder(path=str(path), caches=tuple(caches), unreadable=unreadable)
+    return CacheFolder(path=display_path(folder), caches=tuple(caches), unreadable=unreadable)
 
 
 def names_in(folder: Path) -> list[str]:
