@@ -208,9 +208,11 @@ def _compressed(result: CacheSummary) -> str:
 
 def inspect(result: CacheSummary, console: Console) -> None:
     """Print one line per fact, then one per field."""
-    missing = result.count - result.records - len(result.quarantined)
+    lost = sum(cast("int", one["records"]) for one in result.missing_shards)
+    missing = result.count - result.records - len(result.quarantined) - lost
     counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
     counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []
+    counts += [f"{format_count(lost)} in missing shards"] if lost else []
     counts += [f"{format_count(missing)} not encoded yet"] if missing else []
     facts: list[Cells] = [
         ("cache", escape(result.name)),
@@ -231,6 +233,22 @@ def inspect(result: CacheSummary, console: Console) -> None:
     table(console, rows, fixed=7, right=range(3, 7), gap=2)
     lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
     some(console, lines, "quarantined")
+    _missing_shards(result, console)
+
+
+def _missing_shards(result: CacheSummary, console: Console) -> None:
+    """Print the shards that are gone, and what encodes their records again."""
+    gone = result.missing_shards
+    lines: list[str] = []
+    for one in gone:
+        size, expected, count = (cast("int", one[key]) for key in ("bytes", "expected_bytes", "records"))
+        cut = "" if one["bytes"] is None else f", {size:,} bytes there, expected {expected:,}"
+        lines.append(f"  {one['shard']}: {format_count(count, 'record')}{cut}")
+    some(console, lines, "missing shards")
+    if gone:
+        place = shlex.quote(result.address or result.path)
+        console.print("Run again what made the cache: it encodes these records again, and only those")
+        console.print(escape(f"  stoker cache verify {place} --repair says which command that is"))
 
 
 def validate(result: Validation, console: Console) -> None:
