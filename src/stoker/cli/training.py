@@ -104,7 +104,9 @@ def bench(
             help="Settings, or a cache's folder or URL: serve its batches. Left out: the machine alone.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure, in all; filling slow tiers may take as long again.")
+    ] = 20.0,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
     ] = None,
