@@ -147,7 +147,7 @@ def _encode(words: list[str]) -> EncodeBench:
 def show_encode(result: EncodeBench, console: Console) -> None:
     """Print the sizes that were tried, and the setting."""
     found = result.found
-    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
+    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest", "noise")]
     best = max((trial.samples_s for trial in found.trials), default=1.0)
     rows += [
         (
@@ -155,11 +155,12 @@ def show_encode(result: EncodeBench, console: Console) -> None:
             format_seconds(one.call_s),
             f"{one.samples_s:.4g}",
             format_percent(one.samples_s / best),
+            format_percent(one.noise) if one.rounds > 1 else "-",
         )
         for one in found.trials
     ]
     if found.trials:
-        table(console, rows, fixed=4, right=range(4), gap=2)
+        table(console, rows, fixed=5, right=range(5), gap=2)
     console.print(escape(f"{found.device}: {found.why}"))
     settled = result.settled
     now = "auto, nothing known yet" if settled is None else f"{result.in_force} ({settled.where})"
