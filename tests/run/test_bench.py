@@ -96,6 +96,50 @@ def test_the_whole_cache_is_not_needed_to_measure(cache: Cache, monkeypatch: pyt
     assert list(job_of_cache(cache.path, 8).served) == list(range(10))
 
 
+class Ticks:
+    """A clock that goes on by a tick whenever it is read."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_turn_includes_the_time_of_filling(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    clock = Ticks()
+    monkeypatch.setattr(bench, "time", clock)
+
+    assert bench._TierMeasurement(job_of_cache(cache.path, 8), tier, 60.0)(0.5) > 0
+
+    assert clock.now_s == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_tier_that_cannot_be_filled_in_time_is_named_and_not_tried_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    class Watched(bench._TierMeasurement):
+        def __call__(self, seconds: float) -> float:
+            tried.append(self._tier)
+            return super().__call__(seconds)
+
+    monkeypatch.setattr(bench, "LEAST_FILL_S", 0.0)
+    monkeypatch.setattr(bench, "_TierMeasurement", Watched)
+    result = run_bench(job_of_cache(cache.path, 8), seconds=1e-9, picture=None)
+
+    assert list(result.tiers) == ["disk, cold"]
+    assert "host, disk, warm" in result.advice
+    assert "--seconds" in result.advice
+    assert tried == ["host", "disk", "disk", "disk"]  # the last is the second round of "disk, cold"
+
+
 @pytest.fixture(scope="module")
 def url(cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> str:
     return pushed(cache, tmp_path_factory.mktemp("there"))

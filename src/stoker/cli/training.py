@@ -104,7 +104,9 @@ def bench(
             help="Settings, or a cache's folder or URL: serve its batches. Left out: the machine alone.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure, in all; filling slow tiers may take as long again.")
+    ] = 20.0,
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}, or all it has."),
@@ -146,7 +148,7 @@ def _encode(words: list[str]) -> EncodeBench:
 def show_encode(result: EncodeBench, console: Console) -> None:
     """Print the sizes that were tried, and the setting."""
     found = result.found
-    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
+    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest", "noise")]
     best = max((trial.samples_s for trial in found.trials), default=1.0)
     rows += [
         (
@@ -154,11 +156,12 @@ def show_encode(result: EncodeBench, console: Console) -> None:
             format_seconds(one.call_s),
             f"{one.samples_s:.4g}",
             format_percent(one.samples_s / best),
+            format_percent(one.noise) if one.rounds > 1 else "-",
         )
         for one in found.trials
     ]
     if found.trials:
-        table(console, rows, fixed=4, right=range(4), gap=2)
+        table(console, rows, fixed=5, right=range(5), gap=2)
     console.print(escape(f"{found.device}: {found.why}"))
     settled = result.settled
     now = "auto, nothing known yet" if settled is None else f"{result.in_force} ({settled.where})"

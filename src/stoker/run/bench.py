@@ -72,8 +72,8 @@ SCATTER = 0.2
 """Figures of two rounds that differ by more than this part are called scattered."""
 SERVED_BYTES = 256 * MIB
 """Bytes of records that are served to measure; more than a processor's own caches hold."""
-FILL_S = 10.0
-"""Seconds that filling a tier with them may take."""
+LEAST_FILL_S = 1.0
+"""Seconds that filling a tier with them may take at least; all fillings have as long as measuring."""
 LEAST_S = 0.1
 """Seconds of a contender's turn at least."""
 PLAIN_BYTES, PLAIN_BATCH = 4 * KIB, 256
@@ -246,7 +246,7 @@ def _set_bytes(cache: Cache) -> int:
 
 
 def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
-    """Measure for about `seconds`, and draw.
+    """Measure for about `seconds`, and draw. Filling slow tiers may take as long again.
 
     Idle threads of the loaders end within `runtime.threads.IDLE_S`; all others have ended.
 
@@ -259,12 +259,13 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
     if picture is not None:
         require_writable(picture.parent, "the folder of --picture")
     begun = time.monotonic()
-    limited, served = _limits(job), _served(job)
+    limited, served = _limits(job), _served(job, seconds)
     turn_s = max(LEAST_S, seconds / ROUNDS / max(1, len(limited) + len(served)))
     found: dict[str, list[float]] = {name: [] for name in [*limited, *served]}
     for _ in range(ROUNDS):
         for name, (_, measure) in {**limited, **{n: s[:2] for n, s in served.items()}}.items():
-            found[name].append(measure(turn_s))
+            if found[name] != [0.0]:  # what could not be filled once is not tried again
+                found[name].append(measure(turn_s))
     figures = {name: _figure(what, found[name]) for name, (what, _) in limited.items() if any(found[name])}
     tiers = {
         name: _compare_with_limit(_figure(what, found[name]), limit, figures, _batch_bytes(job))
@@ -276,7 +277,7 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
         cache="" if job is None else _about(job),
         limits=figures,
         tiers=tiers,
-        advice=_advice(job, figures, tiers),
+        advice=_advice(job, figures, tiers, [name for name in served if name not in tiers]),
         picture=picture,
         seconds=time.monotonic() - begun,
     )
@@ -320,52 +321,56 @@ def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
     return found
 
 
-def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
+def _served(job: BenchJob | None, seconds: float) -> dict[str, tuple[str, Limit, str]]:
     """Per tier: what is done, how it is measured, and the limit that it is held against."""
     if job is None:
         return {}
     if job.remote is not None:
         first = "batches of a first epoch in block order, nothing here before"
         return {f"{STORE}, first epoch": (first, _FirstEpoch(job), f"{STORE}, kept")}
-    cold = _TierMeasurement(job, "disk", cold=True)
+    filled = 2 if job.device == "cpu" else 3
+    fill_s = max(LEAST_FILL_S, seconds / ROUNDS / filled)
     host = "gather" if job.device == "cpu" else "to the GPU"
     found: dict[str, tuple[str, Limit, str]] = {}
     if job.device != "cpu":
-        found["device"] = ("batches from the GPU's memory", _TierMeasurement(job, "device"), "gather, GPU")
-    found["host"] = ("batches from host memory", _TierMeasurement(job, "host"), host)
-    found["disk, warm"] = (
-        "batches read and verified, no disk needed",
-        _TierMeasurement(job, "disk"),
-        "page cache",
-    )
+        device = _TierMeasurement(job, "device", fill_s)
+        found["device"] = ("batches from the GPU's memory", device, "gather, GPU")
+    found["host"] = ("batches from host memory", _TierMeasurement(job, "host", fill_s), host)
+    warm = _TierMeasurement(job, "disk", fill_s)
+    found["disk, warm"] = ("batches read and verified, no disk needed", warm, "page cache")
+    cold = _TierMeasurement(job, "disk", None)
     found["disk, cold"] = ("batches read from the disk and verified", cold, "disk, random")
     return found
 
 
 class _TierMeasurement:
-    """Measures a tier by having batches served; the figure excludes the filling.
+    """Measures a tier by having batches served; the figure excludes the filling, the time of a turn does not.
 
     Each turn has a loader of its own: records that one holds in memory, another could not read from the disk.
     """
 
-    def __init__(self, job: BenchJob, tier: str, *, cold: bool = False) -> None:
+    def __init__(self, job: BenchJob, tier: str, fill_s: float | None) -> None:
+        """`fill_s` is how long filling may take; None: each pass reads from the disk."""
         self._job = job
         self._tier = tier
-        self._cold = cold
+        self._fill_s = fill_s
 
     def __call__(self, seconds: float) -> float:
         """Return bytes a second; 0 where the tier could not be filled in time."""
+        begun = time.perf_counter()
+        if self._tier == "disk" and self._fill_s is not None and not self._warm(self._fill_s):
+            return 0.0
         meter = StallMeter()
         with self._job.loader(self._tier, meter) as loader:
-            return self._rate(loader, meter, seconds)
+            if self._tier != "disk" and not self._fill(loader, meter, self._fill_s or 0.0):
+                return 0.0
+            return self._rate(loader, meter, max(LEAST_S, seconds - (time.perf_counter() - begun)))
 
     def _rate(self, loader: Loader, meter: StallMeter, seconds: float) -> float:
-        if not self._cold:
-            self._fill(loader, meter, max(FILL_S, seconds))
         count, took = 0, 0.0
         meter.reset()
         while took < seconds:
-            if self._cold:
+            if self._fill_s is None:
                 rates.drop_from_page_cache(self._job.files)
             begin = time.perf_counter()
             for _ in loader:
@@ -376,8 +381,14 @@ class _TierMeasurement:
         whole = set(meter.epoch().tiers) == {self._tier}
         return count * _batch_bytes(self._job) / took if whole else 0.0
 
-    def _fill(self, loader: Loader, meter: StallMeter, seconds: float) -> None:
-        """Serve whole epochs until one comes from the tier alone, or time is over."""
+    def _warm(self, seconds: float) -> bool:
+        """Have each record in the page cache; returns False where time is over."""
+        end = time.perf_counter() + seconds
+        with Loader(self._job.cache, 1, tier="disk", indices=self._job.served) as loader:
+            return all(time.perf_counter() < end for _ in loader)
+
+    def _fill(self, loader: Loader, meter: StallMeter, seconds: float) -> bool:
+        """Serve whole epochs until one comes from the tier alone; returns False where time is over."""
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             meter.reset()
@@ -385,7 +396,8 @@ class _TierMeasurement:
                 if time.perf_counter() >= end:
                     break
             if set(meter.epoch().tiers) == {self._tier}:
-                break
+                return True
+        return False
 
 
 GET_BYTES, GETS = 8 * MIB, 16
@@ -511,7 +523,10 @@ def _machine() -> str:
 
 
 def _advice(
-    job: BenchJob | None, figures: Mapping[str, BenchFigure], tiers: Mapping[str, BenchFigure]
+    job: BenchJob | None,
+    figures: Mapping[str, BenchFigure],
+    tiers: Mapping[str, BenchFigure],
+    unfilled: Sequence[str],
 ) -> str:
     """Return advice, in a sentence or three."""
     said: list[str] = []
@@ -526,6 +541,8 @@ def _advice(
             job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device
         ) as loader:
             said += _choice(loader.plan, tiers)
+    if unfilled:
+        said.append(f"No figure of {', '.join(unfilled)}: filling took too long. Give more --seconds.")
     said += _say_scatter({**figures, **tiers})
     return " ".join(said)
 
