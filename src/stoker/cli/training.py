@@ -301,8 +301,8 @@ def _of_config(
     overrides: list[str],
     asked: tuple[int, float | None, Mapping[str, float], float],
 ) -> Profile:
-    from stoker.run.bench import profile_config
     from stoker.run.context import Run
+    from stoker.run.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
