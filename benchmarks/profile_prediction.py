@@ -29,13 +29,13 @@ from measure import publish
 from stoker.config import load_config
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
-from stoker.run.bench import profile_config
 from stoker.run.build import build_jobs
 from stoker.run.caches import locate
 from stoker.run.context import Run
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.run.loaders import make_loader
 from stoker.run.precompute import fill_caches
+from stoker.run.profile import profile_config
 from stoker.run.train import loop_settings
 from stoker.train.run import steps_of
 

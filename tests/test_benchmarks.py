@@ -311,3 +311,31 @@ print(group.exists())
     )
 
     assert done.stdout.startswith("no group no limit:") or done.stdout.split() == ["-9", "True", "False"]
+
+
+def third_party(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(THIRD_PARTY / words[0]), *map(str, words[1:])]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["run", "s3_connector"])
+def test_help_of_benchmarks_of_others_needs_nothing_of_theirs(name: str) -> None:
+    done = third_party(f"{name}.py", "--help")
+
+    assert done.returncode == 0, done.stderr
+    for option in ("--original", "--save", "--quick", *(["--only"] if name == "run" else [])):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize("name", ["run.py", "s3_connector.py"])
+def test_a_folder_that_is_not_a_checkout_is_refused_before_anything_is_made(
+    name: str, tmp_path: Path
+) -> None:
+    words = ["s3_connector"] if name == "run.py" else []
+    done = third_party(name, *words, "--original", tmp_path / "nowhere", "--work", tmp_path / "work")
+
+    original = originals()["s3_connector"]
+    assert done.returncode == 2
+    for fact in (str(tmp_path / "nowhere"), original.main, original.url, original.revision):
+        assert fact in done.stderr
+    assert not (tmp_path / "work").exists()

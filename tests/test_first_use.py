@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 import stoker
+from stoker.config import Config
 from stoker.errors import ConfigError, EncoderError, MissingRecordError, RecordError, SourceError
+from stoker.schema import TIER_ALIASES
 
 COUNT = 12
 
@@ -202,6 +204,18 @@ def test_memory_is_also_called_ram_and_auto_is_a_device(cache: stoker.Cache) -> 
 
     assert loader.plan.tier in ("host", "device")
     assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("tier", ["cuda", "cpu"])
+def test_a_device_is_not_a_tier(cache: stoker.Cache, tier: str) -> None:
+    with pytest.raises(ConfigError, match=tier):
+        stoker.Loader(cache, 4, tier=tier)
+
+
+@pytest.mark.parametrize(("other", "tier"), TIER_ALIASES.items())
+def test_settings_take_the_same_names_of_tiers_as_loaders(cache: stoker.Cache, other: str, tier: str) -> None:
+    assert Config.model_validate({"training": {"tier": other}}).training.tier == tier
+    assert stoker.Loader(cache, 4, tier=other).plan.tier in ("host", tier)
 
 
 # Transforms.

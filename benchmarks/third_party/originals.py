@@ -27,6 +27,14 @@ class Original:
         path = checkout / self.main
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
+    def obstacle(self, checkout: Path) -> str:
+        """Why a folder is not a checkout of it; empty if it is."""
+        if (checkout / self.main).is_file():
+            return ""
+        return (
+            f"--original {checkout} has no {self.main}. Expected a checkout of {self.url} at {self.revision}"
+        )
+
 
 ORIGINALS = {
     "dlio": Original(

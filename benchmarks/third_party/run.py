@@ -4,8 +4,7 @@
     python benchmarks/third_party/run.py dlio --original FOLDER --quick
 
 The original is cloned at a pinned revision into `--work`, or taken from `--original`. `--work` keeps checkouts and
-environments for the next run. Stoker is installed from this checkout each time. Options that this program does not
-know go to the adapter.
+environments for the next run. Stoker is installed from this checkout each time.
 """
 
 from __future__ import annotations
@@ -54,16 +53,30 @@ def environment(original: Original, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description="Run a benchmark that others wrote, with Stoker next to its own readers.",
+        epilog="Further options go to the benchmark: NAME.py --help shows them. dlio has --only MODEL "
+        "(unet3d, cosmoflow, resnet50) and --accelerators N [N ...], torch_dataloader --contender NAME.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "name", choices=sorted(path.stem for path in HERE.glob("*.py") if path.stem in ORIGINALS)
     )
     parser.add_argument("--original", type=Path, help="a checkout that is already there")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "stoker-third-party")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "stoker-third-party",
+        help="folder for checkouts, environments, data and caches (%(default)s)",
+    )
+    parser.add_argument("--save", action="store_true", help="replace the file in benchmarks/results")
+    parser.add_argument("--quick", action="store_true", help="see that it works; the figures say nothing")
     given, more = parser.parse_known_args()
     original, work = ORIGINALS[given.name], given.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
     checkout = given.original or work / given.name
+    if given.original is not None and (obstacle := original.obstacle(checkout)):
+        parser.error(obstacle)
+    work.mkdir(parents=True, exist_ok=True)
     if given.original is None:
         clone(original, checkout)
     python = environment(original, work / f"venv-{given.name}")
@@ -74,6 +87,8 @@ def main() -> None:
         str(checkout),
         "--work",
         str(work),
+        *(["--save"] if given.save else []),
+        *(["--quick"] if given.quick else []),
         *more,
     ]
     # The installed package, not a folder of sources.

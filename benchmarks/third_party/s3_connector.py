@@ -28,16 +28,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import lightning
 import torch
-from omegaconf import OmegaConf
-from s3torchconnector import S3ClientConfig, S3IterableDataset, S3MapDataset
 from shared import BENCHMARKS, arguments, save
 
 import stoker
-
-sys.path[:0] = [str(BENCHMARKS.parent)]
-from tests.store.s3_server import S3Server, an_s3_server  # noqa: E402
 
 CONTENDERS = [(kind, workers) for kind in ("s3iterabledataset", "s3mapdataset") for workers in (0, 2)]
 CONTENDERS += [("stoker, local cache", 0), ("stoker, cache in S3", 0)]
@@ -49,6 +43,8 @@ def read_bytes(object_: Any) -> tuple[torch.Tensor, str]:
 
 def load(checkout: Path) -> Any:
     """The original's module."""
+    import lightning
+
     assert lightning  # before mocks take the place of what it looks for
     for name in ("torchvision", "torchvision.transforms", "transformers"):
         sys.modules[name] = MagicMock()
@@ -59,7 +55,7 @@ def load(checkout: Path) -> Any:
     return benchmark
 
 
-def fill_bucket(server: S3Server, count: int) -> None:
+def fill_bucket(server: Any, count: int) -> None:
     """What the original's `s3torch-datagen` uploads, without shards."""
     from s3torchbenchmarking.datagen import build_pipeline
 
@@ -79,6 +75,13 @@ def timed(make: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
 
 def main() -> None:
     given = arguments("s3_connector", __doc__)
+    # Of the environment that run.py makes; --help needs none of them.
+    from omegaconf import OmegaConf
+    from s3torchconnector import S3ClientConfig, S3IterableDataset, S3MapDataset
+
+    sys.path[:0] = [str(BENCHMARKS.parent)]
+    from tests.store.s3_server import an_s3_server
+
     module, cache = load(given.original), given.work / "s3-cache"
     shutil.rmtree(cache, ignore_errors=True)
     theirs = {name: getattr(module, name) for name in ("make_dataset", "make_dataloader")}

@@ -21,12 +21,14 @@ def arguments(name: str, about: str | None, **more: dict[str, Any]) -> argparse.
     parser = argparse.ArgumentParser(description=(about or name).splitlines()[0])
     parser.add_argument("--original", type=Path, required=True, help="a checkout at the pinned revision")
     parser.add_argument("--work", type=Path, required=True, help="folder for data, caches and logs")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", action="store_true", help="replace the file in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures say nothing")
     for option, how in more.items():
         parser.add_argument(f"--{option}", **how)
     given = parser.parse_args()
     given.original, given.work = given.original.resolve(), given.work.resolve()
+    if obstacle := ORIGINALS[name].obstacle(given.original):
+        parser.error(obstacle)
     given.work.mkdir(parents=True, exist_ok=True)
     return given
 

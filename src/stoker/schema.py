@@ -24,6 +24,9 @@ from stoker.runtime.jsonio import Json, canonical_json
 if TYPE_CHECKING:
     import torch
 
+TIER_ALIASES = {"gpu": "device", "ram": "host"}
+"""Other names of tiers that arguments and settings take."""
+
 
 def as_json(value: Any) -> Any:
     """Return `value` as JSON holds it: dataclasses by field, paths as text, enums by value, tuples as lists.

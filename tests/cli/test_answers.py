@@ -56,6 +56,26 @@ def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
     assert "name another place" in message
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), 6),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"), 6),
+        (torch.OutOfMemoryError("CUDA out of memory"), 6),
+        (RuntimeError("no"), 1),
+    ],
+)
+def test_memory_that_ran_out_is_no_error_to_report(
+    capsys: pytest.CaptureFixture[str], error: Exception, code: int
+) -> None:
+    with pytest.raises(typer.Exit) as stop, command_output(as_json=True, debug=False):
+        raise error
+
+    told = json.loads(capsys.readouterr().out)
+    assert stop.value.exit_code == told["exit_code"] == code
+    assert ("report it" in told["hint"]) == (code == 1)
+
+
 def test_a_missing_argument_is_described_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         run_app(app, ["cache", "why", "--json"])

@@ -307,7 +307,7 @@ def test_a_password_is_neither_shown_nor_written(folder: Path) -> None:
     assert "PGPASSWORD" in told["hint"]
 
 
-@pytest.mark.parametrize("what", ["", "s3://bucket/data", "mysql://localhost/x"])
+@pytest.mark.parametrize("what", ["", "ftp://bucket/data", "mysql://localhost/x"])
 def test_what_cannot_be_read_from_there_is_said(folder: Path, what: str) -> None:
     assert "Expected" in run_json("init", what, exit_code=3)["hint"] or not what
 
@@ -332,6 +332,38 @@ def test_train_runs_on_what_init_wrote_for_caches(folder: Path, place: str) -> N
     assert found["samples"] == wanted
     assert (found["trains"], report["epochs"]) == (True, 1)
     assert sum(cache["records"] for cache in report["caches"]) <= wanted
+
+
+@pytest.mark.parametrize("inside", ["", "/burgers_train"])
+def test_train_runs_on_what_init_wrote_for_caches_at_a_url(folder: Path, inside: str) -> None:
+    run("init", pdebench(folder))
+    stored = run_json("precompute", "stoker.yaml", "training.latent_cache_dir=old", *FAST)["caches"]
+    url = f"file://{folder}/there"
+    for cache in stored:
+        run("cache", "push", f"old/{cache['name']}", url)
+
+    assert run_json("data", "inspect", f"{url}{inside}")["what"] == "records of a cache"
+    found = run_json("init", f"{url}{inside}", "--force")
+    explained(folder / "stoker.yaml")
+    report = run_json("train", "stoker.yaml", *FAST)
+
+    assert found["settings"]["data.files"] == f"{url}{inside}"
+    assert found["samples"] == sum(one["records"] for one in stored if inside in f"/{one['name']}")
+    assert report["epochs"] == 1
+
+
+@pytest.mark.parametrize("place", ["raw", "raw/burgers.h5", "none"])
+@pytest.mark.parametrize("command", [("init",), ("data", "inspect")])
+def test_a_url_without_caches_is_refused_with_what_works(
+    folder: Path, command: tuple[str, ...], place: str
+) -> None:
+    (folder / "raw").mkdir()
+    pdebench(folder / "raw")
+
+    told = run_json(*command, f"file://{folder}/{place}", exit_code=3)
+
+    assert f"file://{folder}/{place}" in told["error"]
+    assert "stoker data fetch" in told["hint"]
 
 
 def test_what_is_known_already_is_given_to_init_and_written(

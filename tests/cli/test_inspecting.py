@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import h5py
@@ -62,6 +64,32 @@ def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -
     text, _ = run("cache", "show", "data/latent_cache/burgers1d_train")
 
     assert "11 of 12 stored, 1 quarantined\n" in text
+
+
+def test_inspect_names_missing_shards_and_a_command_that_repairs(project: Path) -> None:
+    run("precompute", "c.yaml")
+    cache = "data/latent_cache/burgers1d_train"
+    (shard,) = (project / cache).glob("*/shard-*")
+    size = shard.stat().st_size
+    assert run_json("cache", "show", cache)["missing_shards"] == []
+
+    shard.chmod(0o644)
+    os.truncate(shard, 100)
+    cut = run_json("cache", "show", cache)["missing_shards"]
+    shard.unlink()
+    summary = run_json("cache", "show", cache)
+    text, _ = run("cache", "show", cache)
+
+    entry = {"shard": shard.name, "records": 12, "bytes": None, "expected_bytes": size}
+    assert cut == [{**entry, "bytes": 100}]
+    assert summary["missing_shards"] == [entry]
+    assert (summary["records"], summary["shards"], summary["bytes"]) == (0, 0, 0)
+    assert f"{shard.name}: 12 records" in text
+    (command,) = re.findall(r"stoker (cache verify \S+ --repair)", text)
+    named, _ = run(*command.split(), exit_code=4)
+    (command,) = re.findall(r"stoker (cache verify .* CONFIG)", named)
+    run(*command.replace("CONFIG", "c.yaml").split())
+    assert run_json("cache", "show", cache)["records"] == 12
 
 
 def flip_a_record_byte(project: Path) -> None:

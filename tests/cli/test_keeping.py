@@ -185,6 +185,23 @@ def test_of_an_address_the_address_is_named(project: Path) -> None:
     assert "--at-address" not in run("cache", "gc", "--yes", there, "--at-address")
 
 
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_a_folder_of_caches_at_an_address_is_listed(cache: Path, project: Path, command: str) -> None:
+    there = f"file://{project}/there"
+    prepare(project / "old")
+    run("cache", "push", "old/x", there)
+    run("cache", "push", CACHE, there)
+
+    listed = run_json("cache", command, there)
+
+    assert listed["path"] == there
+    assert {one["name"]: one["records"] for one in listed["caches"]} == {
+        name: run_json("cache", "show", f"{there}/{name}")["records"] for name in (cache.parent.name, "x")
+    }
+    assert all(one["address"].startswith(f"{there}/{one['name']}/") for one in listed["caches"])
+    assert cache.parent.name in run("cache", command, there)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -22,8 +22,8 @@ FAST = ("--steps", "3")
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are served from each tier for a moment, not for seconds, and no rate is measured."""
-    monkeypatch.setattr("stoker.run.bench.measure_rates", lambda *_, **__: Rates())
-    monkeypatch.setattr("stoker.run.bench.served_loads", partial(served_loads, seconds=0.01))
+    monkeypatch.setattr("stoker.run.profile.measure_rates", lambda *_, **__: Rates())
+    monkeypatch.setattr("stoker.run.profile.served_loads", partial(served_loads, seconds=0.01))
 
 
 @pytest.fixture

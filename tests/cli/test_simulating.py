@@ -57,25 +57,24 @@ def test_a_configuration_gives_counts_sizes_and_speeds_and_words_win(project: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "order", "said"),
+    ("words", "shuffle", "partition", "said"),
     [
-        ((), "full", None),
-        (("training.partition=static",), "static", "training.partition=static"),
-        (("training.shuffle=block",), "block", "training.shuffle=block"),
-        (("training.shuffle=false",), "block", "training.shuffle=false"),
-        (("training.shuffle=block", "order=full"), "full", None),
+        ((), True, "global", []),
+        (("training.partition=static",), True, "static", ["partition=static, of training.partition=static"]),
+        (("training.shuffle=block",), "block", "global", ["shuffle=block, of training.shuffle=block"]),
+        (("training.shuffle=false",), False, "global", ["shuffle=false, of training.shuffle=false"]),
+        (("training.shuffle=block", "shuffle=true"), True, "global", []),
     ],
 )
 def test_the_order_of_a_configuration_is_simulated(
-    project: Path, words: tuple[str, ...], order: str, said: str | None
+    project: Path, words: tuple[str, ...], shuffle: bool | str, partition: str, said: list[str]
 ) -> None:
     found = run_json(
         "plan", "--simulate", "c.yaml", "step=5ms", "encode=1ms", "read=1ms", "write=1ms", *words
     )
 
-    assert found["scenario"]["order"] == order
-    named = [line for line in found["taken"] if line.startswith("order=")]
-    assert named == ([] if said is None else [f"order={order}, of {said}"])
+    assert (found["scenario"]["shuffle"], found["scenario"]["partition"]) == (shuffle, partition)
+    assert [line for line in found["taken"] if line.startswith(("shuffle=", "partition="))] == said
 
 
 def test_a_way_is_named_by_the_setting_that_gives_it() -> None:
@@ -105,12 +104,12 @@ def test_words_of_a_simulation_are_not_taken_for_settings(project: Path) -> None
     """Several keys are last words of settings too, which messages are otherwise given the names of."""
     _, alone = run("plan", "--simulate", exit_code=3)
     _, store = run("plan", "--simulate", *WORDS, "store=s3", exit_code=3)
-    _, order = run("plan", "--simulate", *WORDS, "order=foo", exit_code=3)
+    _, order = run("plan", "--simulate", *WORDS, "shuffle=foo", exit_code=3)
     _, forgotten = run("plan", "nodes=8", "c.yaml", exit_code=3)
 
     assert alone.startswith(
         "error: a simulation needs records=, record_bytes=, batch=, step=, host_memory=\nhint: Give"
     )
     assert store.startswith("error: store=s3 is reached over the network, whose rate is not known")
-    assert order.startswith("error: order: 'foo' is unknown\nhint: Expected full")
+    assert order.startswith("error: shuffle: 'foo' is unknown\nhint: Expected true")
     assert forgotten.startswith("error: nodes=8 belongs to --simulate, which is not given")

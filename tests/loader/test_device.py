@@ -185,6 +185,31 @@ def test_several_threads_fill_a_memory_at_a_time(tmp_path: Path, monkeypatch: py
     assert torch.equal(memory.sources["x"][torch.as_tensor(memory.rows)], values)
 
 
+def allow_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let that many threads start, and no further one."""
+    left, start = iter(range(count)), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+def test_memory_is_filled_by_the_threads_that_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = write_cache(tmp_path, {"x": torch.randn(24, 3)}, shards=(6, 6, 6))
+    filling = placed_on_device(cache, monkeypatch, 3)
+    allow_threads(monkeypatch, 1)
+
+    filling.fill(60.0)
+
+    assert filling.complete
+    assert filling.serving() is not None
+
+
 def test_damage_that_one_of_several_threads_meets_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,9 +226,13 @@ def test_damage_that_one_of_several_threads_meets_is_raised(
         filling.serving()
 
 
+@pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("width", [100_000, 100_001])
-def test_rows_gathered_by_several_threads_are_those_of_one(width: int) -> None:
+def test_rows_gathered_by_several_threads_are_those_of_one(
+    monkeypatch: pytest.MonkeyPatch, width: int, threads: int
+) -> None:
     """Rows of whole words, and others; to all of a batch, and to some places of it."""
+    allow_threads(monkeypatch, threads)
     rows = torch.randint(0, 256, (90, width), dtype=torch.uint8)
     index, pool = torch.randperm(90)[:64], Pool(3, "test-gather")
     whole, some = torch.empty((64, width), dtype=torch.uint8), torch.zeros((100, width), dtype=torch.uint8)

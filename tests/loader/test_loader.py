@@ -18,10 +18,11 @@ from stoker.errors import (
     MissingRecordError,
     ResourceError,
 )
-from stoker.loader import Loader, RecordBatch, Windows, options, record_reads
+from stoker.loader import Loader, RecordBatch, Weights, Windows, options, record_reads
 from stoker.loader.design import Design
 from stoker.loader.serving import Engine
 from stoker.monitor.meter import StallMeter
+from stoker.plan.resources import is_out_of_memory
 from stoker.store import Cache, open_cache
 from tests.kit import forked as subprocess
 from tests.loader.caches import write_cache
@@ -386,3 +387,23 @@ def test_windows_on_what_has_no_time_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="Leave windows= out"):
         Loader(cache, windows=Windows(), shuffle=True)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_batch_that_memory_cannot_hold_is_named_with_its_size(
+    tmp_path: Path, tier: str, shuffle: bool
+) -> None:
+    """256 TiB are refused by the allocator at once, more than a process can have addresses for."""
+    cache = write_cache(tmp_path, {"x": torch.zeros((1, 1 << 24))})
+    count = 1 << 22
+    weights = Weights([1.0], samples=count)
+
+    with (
+        Loader(cache, count, weights=weights, shuffle=shuffle, tier=tier) as loader,
+        pytest.raises(ResourceError, match=r"4,194,304 examples .*256 TiB") as raised,
+    ):
+        next(iter(loader))
+
+    assert "batch_size" in {one.name for one in raised.value.arguments}
+    assert is_out_of_memory(raised.value)  # as `find_batch_size` asks

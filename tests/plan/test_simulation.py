@@ -135,14 +135,16 @@ def test_stores_that_are_too_slow_set_the_pace_and_the_cure_names_the_rate_neede
 def test_a_copy_with_a_size_limit_saves_what_it_has() -> None:
     half = simulate(replace(CLUSTER, disk_bytes=5_000_000_000)).way("mirror")
     whole = simulate(replace(CLUSTER, disk_bytes=10_000_000_000))
-    static = simulate(replace(CLUSTER, disk_bytes=2_500_000_000, order="static")).way("mirror")
+    static = simulate(replace(CLUSTER, disk_bytes=2_500_000_000, partition="static")).way("mirror")
 
     assert half.epoch_bytes == pytest.approx(1e10 * (1 - hit_share(0.5, 4)), rel=1e-6)
     assert half.first_bytes == 1e10
     # In blocks of 4 MB each read of 1 MB moves 5 MB, unless neighbors are asked for together.
     blocks, in_order = (
-        simulate(replace(CLUSTER, disk_bytes=5_000_000_000, fetch_bytes=4_000_001, order=order)).way("mirror")
-        for order in ("full", "block")
+        simulate(replace(CLUSTER, disk_bytes=5_000_000_000, fetch_bytes=4_000_001, shuffle=shuffle)).way(
+            "mirror"
+        )
+        for shuffle in (True, "block")
     )
     assert blocks.first_bytes == 5e10
     assert in_order.epoch_bytes == half.epoch_bytes < blocks.epoch_bytes / 4
@@ -277,7 +279,8 @@ def test_cores_that_share_what_they_compute_with_are_worth_what_they_were_measur
         pytest.param("price_node_hour=-3", "price_node_hour: '-3' is below 0", id="price"),
         pytest.param("record_bytes=103kb", "b is a bit, B a byte. Expected 103KB", id="bits"),
         pytest.param("store=foo network=1Gb/s", "store: 'foo' is unknown. Expected local, each", id="store"),
-        pytest.param("order=foo", "order: 'foo' is unknown. Expected full", id="order"),
+        pytest.param("shuffle=foo", "shuffle: 'foo' is unknown. Expected true", id="shuffle"),
+        pytest.param("partition=foo", "partition: 'foo' is unknown. Expected global", id="partition"),
         pytest.param(f"{COMPLETE} epochs=1e30", "epochs is 1e+30. Expected 1e+06 at most", id="huge"),
         pytest.param(f"{COMPLETE} nodes=1e9", "1,000,000,000 ranks. Expected 16,384", id="ranks"),
         *(pytest.param(f"{COMPLETE} {key}=0B/s", f"{key} is 0. Expected more", id=key) for key in RATES),
@@ -298,7 +301,8 @@ def test_what_is_typed_wrong_is_named(words: str, said: str) -> None:
         pytest.param({"batch": 20_000}, "but an epoch has 10000", id="batch"),
         pytest.param({"encoders": 9}, "encoders=9 on 8 ranks", id="encoders"),
         pytest.param({"network_bytes_s": None}, "whose rate is not known", id="network"),
-        pytest.param({"order": "wild"}, "order 'wild' is unknown", id="order"),
+        pytest.param({"shuffle": "wild"}, "shuffle 'wild' is unknown", id="shuffle"),
+        pytest.param({"partition": "wild"}, "partition 'wild' is unknown", id="partition"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(changes: dict[str, object], said: str) -> None:

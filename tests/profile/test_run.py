@@ -225,6 +225,33 @@ def test_an_error_of_the_script_is_told_as_the_scripts_own_with_its_line(
     assert "SyntaxError at syntax.py:2: " in syntax
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import sys\nsys.exit(2)\n", "exited with code 2 at ends.py:2"),
+        ("import sys\nsys.exit('no data')\n", "exited with code 1 at ends.py:2: no data"),
+        (
+            "import argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--data', required=True)\n"
+            "parser.parse_args()\n",
+            "exited with code 2 at ends.py:4",
+        ),
+        (
+            "import sys, torch\nfor _ in torch.utils.data.DataLoader([1.0] * 9):\n    sys.exit(3)\n",
+            "exited with code 3 at ends.py:3",
+        ),
+        ("raise SystemExit\n", "iterated no torch DataLoader"),
+    ],
+)
+def test_the_code_that_a_script_exits_with_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends.py").write_text(code)
+
+    assert says in run("profile", "ends.py", exit_code=3)[1]
+
+
 def test_a_price_of_an_unknown_gpu_is_refused_before_the_script_runs(script: Path) -> None:
     _, said = run("profile", "train.py", "--price", "H101=2", exit_code=3)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, CorruptError, ServiceError
-from stoker.loader import Loader
+from stoker.loader import Loader, Windows
 from stoker.plan import rates as rates_module
 from stoker.run import bench
 from stoker.run.bench import (
@@ -44,6 +44,16 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def figure(bytes_s: float, **more: Any) -> BenchFigure:
     return BenchFigure(**{"what": "made up", "bytes_s": bytes_s, "scatter": 0.0, **more})
+
+
+def test_a_batch_larger_than_all_windows_is_refused_with_their_number(cache: Cache) -> None:
+    with Loader(cache, 1, windows=Windows()) as loader:
+        count = len(loader)
+
+    with pytest.raises(ConfigError, match=f"--batch-size {count} or less"):
+        job_of_cache(cache.path, count + 1)
+    assert job_of_cache(cache.path, count).batch_size == count
+    assert job_of_cache(cache.path, count + 1, or_all=True).batch_size == count
 
 
 def test_each_tier_stands_beside_its_limit(cache: Cache, tmp_path: Path) -> None:
@@ -84,6 +94,50 @@ def test_the_whole_cache_is_not_needed_to_measure(cache: Cache, monkeypatch: pyt
     monkeypatch.setattr(bench, "SERVED_BYTES", size // 4)
 
     assert list(job_of_cache(cache.path, 8).served) == list(range(10))
+
+
+class Ticks:
+    """A clock that goes on by a tick whenever it is read."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+    monotonic = perf_counter
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_turn_includes_the_time_of_filling(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    clock = Ticks()
+    monkeypatch.setattr(bench, "time", clock)
+
+    assert bench._TierMeasurement(job_of_cache(cache.path, 8), tier, 60.0)(0.5) > 0
+
+    assert clock.now_s == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_tier_that_cannot_be_filled_in_time_is_named_and_not_tried_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    class Watched(bench._TierMeasurement):
+        def __call__(self, seconds: float) -> float:
+            tried.append(self._tier)
+            return super().__call__(seconds)
+
+    monkeypatch.setattr(bench, "LEAST_FILL_S", 0.0)
+    monkeypatch.setattr(bench, "_TierMeasurement", Watched)
+    result = run_bench(job_of_cache(cache.path, 8), seconds=1e-9, picture=None)
+
+    assert list(result.tiers) == ["disk, cold"]
+    assert "host, disk, warm" in result.advice
+    assert "--seconds" in result.advice
+    assert tried == ["host", "disk", "disk", "disk"]  # the last is the second round of "disk, cold"
 
 
 @pytest.fixture(scope="module")

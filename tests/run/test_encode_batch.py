@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,78 @@ def test_a_cheap_encoder_gets_more_samples_than_a_costly_one() -> None:
     assert costly.samples is not None
     assert cheap.samples > costly.samples
     assert [trial.samples for trial in cheap.trials][:3] == [1, 2, 4]
+
+
+class Clock:
+    """Time that passes in encoder calls alone: `call_s` says how long one takes, by its samples."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call_s: Callable[[int], float]) -> None:
+        self.now_s, self._call_s = 0.0, call_s
+        self.sizes: list[int] = []
+        """Samples of each call."""
+        monkeypatch.setattr(sys.modules["stoker.precompute.measure"], "time", self)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        self.now_s += self._call_s(len(x))
+        return x[..., :4]
+
+    def measure(self, **settings: Any) -> EncodeBatch:
+        encoder = ModuleEncoder(self.encode, version="1")
+        encoder.schema(SCHEMA)
+        self.now_s = 0.0
+        self.sizes.clear()
+        return measure_encode_batch(encoder, SCHEMA, **settings)
+
+
+def test_the_advice_is_the_same_on_every_run_of_a_noisy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Throughput ends at 16 samples. Now and then, all calls of a moment take three times as long."""
+    found: list[int | None] = []
+    for seed in range(20):
+        slow = np.repeat(np.random.default_rng(seed).random(1000) < 0.15, 3)
+
+        def call_s(samples: int, slow: Any = slow) -> float:
+            return 0.004 * max(samples, 16) / 16 * (3.0 if slow[int(clock.now_s / 0.1)] else 1.0)
+
+        clock = Clock(monkeypatch, call_s)
+        found.append(clock.measure(most=128).samples)
+
+    assert found == [16] * 20
+
+
+def test_sizes_are_measured_in_turns_as_long_as_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda samples: 0.02 * samples)
+
+    found = clock.measure()
+
+    assert [(trial.samples, trial.rounds) for trial in found.trials] == [(1, 5), (2, 5), (4, 5)]
+    assert clock.sizes[-6:] == [1, 1, 1, 2, 2, 4]  # the fifth round
+    assert found.why == "throughput stopped rising"
+    clock = Clock(monkeypatch, lambda samples: 2.0 + 0.02 * samples)
+    some = clock.measure(budget_s=30.0)
+    assert clock.now_s <= 30.0
+    assert {trial.rounds for trial in some.trials} == {3}
+    assert "too long" in some.why
+
+
+def test_a_moment_of_load_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda _: 0.1 if 0.3 < clock.now_s < 1.5 else 0.01)
+
+    assert clock.measure(most=128).samples == 128
+
+
+def test_turns_that_differ_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10**6))
+    clock = Clock(monkeypatch, lambda samples: (0.2 + 0.05 * samples) * (1.0, 1.2, 1.4)[next(calls) % 3])
+
+    found = clock.measure(most=16)
+
+    assert 0.19 < max(trial.noise for trial in found.trials) < 0.41
+    assert "%" in found.why
+    assert "%" not in Clock(monkeypatch, lambda _: 0.2).measure(most=16).why
 
 
 def test_the_search_ends_where_memory_or_samples_do() -> None:

@@ -31,7 +31,8 @@ SUMMARY = CacheSummary(
         "u": Field(shape=(4, 2), dtype="float32", time=True),
         "r": Field(shape=(-1,), dtype="int64", ragged=True, axes=("p",)),
     },
-    shards=1, bytes=10, raw_bytes=20, complete=False,
+    shards=1, bytes=10, raw_bytes=20,
+    missing_shards=({"shard": "s", "records": 1, "bytes": None, "expected_bytes": 8},), complete=False,
     quarantined=({"number": 1, "stage": "read", "error": "x"},),
     statistics={"u": {"mean": [0.5]}}, error={"u": {"max": 0.25}},
 )  # fmt: skip
@@ -41,7 +42,8 @@ SUMMARY_JSON: dict[str, Any] = {
         "u": {"shape": [4, 2], "dtype": "float32", "time": True, "ragged": False},
         "r": {"shape": [-1], "dtype": "int64", "time": False, "ragged": True, "axes": ["p"]},
     },
-    "shards": 1, "bytes": 10, "raw_bytes": 20, "complete": False,
+    "shards": 1, "bytes": 10, "raw_bytes": 20,
+    "missing_shards": [{"shard": "s", "records": 1, "bytes": None, "expected_bytes": 8}], "complete": False,
     "quarantined": [{"number": 1, "stage": "read", "error": "x"}],
     "statistics": {"u": {"mean": [0.5]}}, "error": {"u": {"max": 0.25}},
 }  # fmt: skip

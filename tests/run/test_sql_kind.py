@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from stoker.config import Config, load_config
-from stoker.errors import ConfigError
+from stoker.config.names import in_settings
+from stoker.errors import ConfigError, ResourceError
 from stoker.run.build import build_jobs
 from stoker.run.context import Run
 from stoker.run.loaders import joined, serve
@@ -65,6 +68,29 @@ def test_the_splits_are_of_one_reading(settings: Path, monkeypatch: pytest.Monke
     assert [len(job.source) for job in jobs] == [32, 8]
     assert not {*jobs[0].source.keys()} & {*jobs[1].source.keys()}
     assert len(read) == 1
+
+
+def test_a_folder_for_rows_without_room_is_replaced_by_what_the_hint_names(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        with pytest.raises(ResourceError) as raised:
+            len(build_jobs(Run(load_config(settings)), ["train"])[0].source)
+        assert "TMPDIR" in in_settings(raised.value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+        refused()
+        patched.setattr(tempfile, "tempdir", None)
+        for buffering in (0, 1 << 20):  # the first write finds the disk full, or the last
+            full = partial(open, "/dev/full", "wb", buffering=buffering)
+            patched.setattr(tempfile, "TemporaryFile", lambda full=full, **_: full())
+            refused()
+
+    (tmp_path / "roomy").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "roomy"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert len(build_jobs(Run(load_config(settings)), ["train"])[0].source) == 32
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch import Tensor
 import stoker
 from stoker.config import load_config
 from stoker.errors import ConfigError, Interrupted
-from stoker.run.bench import profile_config
 from stoker.run.context import Run
+from stoker.run.profile import profile_config
 from stoker.run.supervised import SCALE_RECORDS, make_learner, measure_scales
 from stoker.run.train import train_config
 from stoker.run.validate import validate_config

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import StalledError
+from stoker.errors import ResourceError, StalledError
 from stoker.runtime import threads as pools
 from stoker.runtime.threads import ItemClock, Pool, call_within, frame_of, map_in_order, start_thread
 
@@ -49,8 +49,9 @@ def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError):
-        pool.submit(lambda: 1)
+    for call in (lambda: pool.submit(lambda: 1), lambda: start_thread(lambda: 1, "x")):
+        with pytest.raises(ResourceError):
+            call()
     monkeypatch.setattr(threading.Thread, "start", start)
 
     assert pool.submit(lambda: 2).result(60, "the next") == 2
@@ -231,7 +232,7 @@ def test_a_call_that_cannot_have_a_thread_says_so(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         for call in (call_within, pool.call_within):
-            with pytest.raises(StalledError, match=r"the disk.*can't start new thread"):
+            with pytest.raises(ResourceError, match=r"the disk.*can't start new thread"):
                 call(10, lambda: 1, "the disk")
 
     assert pool.call_within(10, lambda: 1, "the disk") == 1

@@ -235,7 +235,7 @@ def test_a_thread_that_cannot_be_started_takes_no_place(no_threads: pytest.Monke
     pool, operations = Pool(1, "test"), Operations(at_once=1)
     recent = CachedValue(lambda: 1, "figures", wait_s=5)
 
-    with pytest.raises(StalledError, match="can't start new thread"):
+    with pytest.raises(ResourceError, match="can't start new thread"):
         pool.call_within(5, lambda: 1, "a folder")
     with pytest.raises(ResourceError, match="can't start new thread"):
         operations.start("work", dict)

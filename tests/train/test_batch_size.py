@@ -14,8 +14,8 @@ from torch import nn
 
 import stoker
 from stoker.errors import ConfigError, ResourceError
+from stoker.plan.resources import is_out_of_memory
 from stoker.train import batch_size
-from stoker.train.batch_size import out_of_memory
 
 
 class Memory:
@@ -152,7 +152,7 @@ def test_each_way_of_saying_that_memory_is_short(model: nn.Module, error: type[E
     step = stepper(Memory(40, error=error), optimizer)
 
     assert stoker.find_batch_size(model, batch_of, step, precision=0) == 40
-    assert not out_of_memory(RuntimeError("no"))
+    assert not is_out_of_memory(RuntimeError("no"))
 
 
 def test_a_real_refusal_of_memory(model: nn.Module) -> None:

@@ -38,7 +38,7 @@ def cache_ls(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FOLDER]", help="The folder that holds caches; default: .stoker, or the demo's."
+            metavar="[FOLDER]", help="The folder or URL that holds caches; default: .stoker, or the demo's."
         ),
     ] = None,
 ) -> None:

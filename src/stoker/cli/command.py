@@ -675,8 +675,8 @@ def command_output(*, as_json: bool, debug: bool) -> Generator[CommandOutput]:
         except Exception as error:  # noqa: BLE001 (the process edge: an unforeseen error is one line too)
             if debug:
                 traceback.print_exc()
-            fact, hint = _unforeseen(error)
-            raise out.fail(fact, StokerError.exit_code, hint) from None
+            told = _unforeseen(error)
+            raise out.fail(told.fact, told.exit_code, told.hint) from None
 
 
 def cli_command(command: Callable[..., None]) -> Callable[..., None]:
@@ -703,11 +703,26 @@ def _as_typed(error: StokerError) -> str:
     return in_settings(error)
 
 
-def _unforeseen(error: Exception) -> tuple[str, str]:
-    """Return fact and hint for an error of no class of ours: about a file, or else a bug."""
+def _unforeseen(error: Exception) -> StokerError:
+    """Return what to say of an error of no class of ours: about a file, about memory, or else a bug."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}", f"{_advice(error)}; --debug shows where it happened"
-    return f"unexpected {type(error).__name__}: {error}", "--debug shows where; please report it"
+        hint = f"{_advice(error)}; --debug shows where it happened"
+        return StokerError(f"{error.filename}: {error.strerror}", hint=hint)
+    if isinstance(error, MemoryError) or ("torch" in sys.modules and _is_out_of_memory(error)):
+        return ResourceError(
+            f"memory does not suffice: {str(error) or type(error).__name__}",
+            hint="Lower batch sizes and workers, or raise the limits on memory (ulimit -v, that of a "
+            "container); --debug shows where it happened",
+        )
+    return StokerError(
+        f"unexpected {type(error).__name__}: {error}", hint="--debug shows where; please report it"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    from stoker.plan.resources import is_out_of_memory  # few commands need it
+
+    return is_out_of_memory(error)
 
 
 def _advice(error: OSError) -> str:

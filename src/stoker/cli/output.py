@@ -208,9 +208,11 @@ def _compressed(result: CacheSummary) -> str:
 
 def inspect(result: CacheSummary, console: Console) -> None:
     """Print one line per fact, then one per field."""
-    missing = result.count - result.records - len(result.quarantined)
+    lost = sum(cast("int", one["records"]) for one in result.missing_shards)
+    missing = result.count - result.records - len(result.quarantined) - lost
     counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
     counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []
+    counts += [f"{format_count(lost)} in missing shards"] if lost else []
     counts += [f"{format_count(missing)} not encoded yet"] if missing else []
     facts: list[Cells] = [
         ("cache", escape(result.name)),
@@ -231,6 +233,22 @@ def inspect(result: CacheSummary, console: Console) -> None:
     table(console, rows, fixed=7, right=range(3, 7), gap=2)
     lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
     some(console, lines, "quarantined")
+    _missing_shards(result, console)
+
+
+def _missing_shards(result: CacheSummary, console: Console) -> None:
+    """Print the shards that are gone, and what encodes their records again."""
+    gone = result.missing_shards
+    lines: list[str] = []
+    for one in gone:
+        size, expected, count = (cast("int", one[key]) for key in ("bytes", "expected_bytes", "records"))
+        cut = "" if one["bytes"] is None else f", {size:,} bytes there, expected {expected:,}"
+        lines.append(f"  {one['shard']}: {format_count(count, 'record')}{cut}")
+    some(console, lines, "missing shards")
+    if gone:
+        place = shlex.quote(result.address or result.path)
+        console.print("Run again what made the cache: it encodes these records again, and only those")
+        console.print(escape(f"  stoker cache verify {place} --repair says which command that is"))
 
 
 def validate(result: Validation, console: Console) -> None:
@@ -649,32 +667,53 @@ class TrainScreen:
     loss: float | None = None
     last: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The last interval of the meter."""
-    left_s: float | None = None
-    """Seconds to go; None before the pace is known."""
+    marks: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
+    """Clock, step and examples at the ends of the last two epochs, or at the first interval before these."""
+    now: tuple[float, int, int] = (0.0, 0, 0)
+    """The same at the last interval."""
     error: float | None = None
     """Validation error of the last epoch."""
 
-    def take(self, kind: str, facts: Mapping[str, Json], elapsed_s: float, done: int) -> None:
-        """Take in one event; `done` steps were done by this process in `elapsed_s`."""
+    def take(self, kind: str, facts: Mapping[str, Json], now_s: float) -> None:
+        """Take in one event, which came at `now_s` of a clock."""
         known = cast("Mapping[str, Any]", facts)
         if kind == "serve":
             self.tiers, self.name = known["tiers"], known["name"]
         elif kind in ("start", "stage"):
-            self.step, self.total = known["step"], known["total"]
+            self.step, self.total, self.marks = known["step"], known["total"], []
         elif kind == "step":
             self.step, self.loss, self.epoch = known["step"], known["loss"], known["epoch"]
         elif kind == "stall":
             self.step, self.epoch = known["step"], known["epoch"]
             self.last = known if known.get("examples", 1) else self.last  # none: an epoch has just begun
-            self.left_s = (self.total - self.step) * elapsed_s / done if done else None
+            self.now = (now_s, self.step, self.now[2] + known.get("examples", 0))
+            self.marks = self.marks or [self.now]  # what precedes the first interval happens once
         elif kind == "epoch":
             self.error = known.get("val_nrmse")
+            self.now = (now_s, self.step, self.now[2])
+            self.marks = [*self.marks[-1:], self.now]
+
+    # Rate and time left are of one measurement: wall time since the end of the last epoch but one. It has
+    # an entire epoch as soon as there is one, so validation and checkpoints have their part in both.
 
     @property
-    def rate(self) -> float:
-        """Examples a second in the last interval."""
-        spent_s = self.last.get("wait_s", 0.0) + self.last.get("step_s", 0.0)
-        return self.last.get("examples", 0) / spent_s if spent_s else 0.0
+    def rate(self) -> float | None:
+        """Examples a second; None before it is known."""
+        spent_s, _, examples = self._lately()
+        return examples / spent_s if spent_s > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to go; None before the pace is known."""
+        spent_s, steps, _ = self._lately()
+        return (self.total - self.step) * spent_s / steps if steps else None
+
+    def _lately(self) -> tuple[float, int, int]:
+        """Return seconds, steps and examples since the first mark."""
+        if not self.marks:
+            return 0.0, 0, 0
+        (then_s, step, examples), (now_s, last, total) = self.marks[0], self.now
+        return now_s - then_s, last - step, total - examples
 
     def parts(self) -> dict[str, float]:
         """Return the stages waited for in the last interval, as parts of its wall time."""
@@ -694,7 +733,7 @@ def draw(screen: TrainScreen) -> Group:
         f"epoch {screen.epoch}",
         left,
     )
-    figures = [f"{format_count(screen.rate)} samples/s"]
+    figures = [] if screen.rate is None else [f"{format_count(screen.rate)} samples/s"]
     figures += [] if screen.loss is None else [f"loss {screen.loss:.3g}"]
     figures += [] if screen.error is None else [f"NRMSE {screen.error:.3g}"]
     lost = screen.last.get("lost")
@@ -739,7 +778,7 @@ def _bar(fraction: float, style: str) -> ProgressBar:
 def line(screen: TrainScreen) -> str:
     """Return the same in one line."""
     parts = [f"step {format_count(screen.step)} of {format_count(screen.total)}"]
-    parts += [f"{format_count(screen.rate)} samples/s"]
+    parts += [] if screen.rate is None else [f"{format_count(screen.rate)} samples/s"]
     parts += [] if screen.loss is None else [f"loss {screen.loss:.3g}"]
     waits = _said(screen)
     stall = format_percent(screen.last.get("stall", 0.0))
@@ -766,17 +805,12 @@ class TrainDisplay:
         self._say = say
         self._show = show
         self._clock = clock
-        self._begun_s = clock()
-        self._first = 0
         self._due_s = clock() + LINE_S
 
     def listen(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Take in one event, and show what is due."""
         now_s = self._clock()
-        if kind in ("start", "stage"):
-            self._begun_s, self._first = now_s, cast(int, facts["step"])
-        done = cast(int, facts["step"]) - self._first if kind == "stall" else 0
-        self._screen.take(kind, facts, now_s - self._begun_s, done)
+        self._screen.take(kind, facts, now_s)
         if self._show is not None:
             if kind in ("serve", "start", "stage", "stall", "epoch"):
                 self._show(self._screen)

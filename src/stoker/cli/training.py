@@ -104,9 +104,12 @@ def bench(
             help="Settings, or a cache's folder or URL: serve its batches. Left out: the machine alone.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(help="How long to measure, in all; filling slow tiers may take as long again.")
+    ] = 20.0,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
+        int | None,
+        typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}, or all it has."),
     ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
 ) -> None:
@@ -145,7 +148,7 @@ def _encode(words: list[str]) -> EncodeBench:
 def show_encode(result: EncodeBench, console: Console) -> None:
     """Print the sizes that were tried, and the setting."""
     found = result.found
-    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
+    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest", "noise")]
     best = max((trial.samples_s for trial in found.trials), default=1.0)
     rows += [
         (
@@ -153,11 +156,12 @@ def show_encode(result: EncodeBench, console: Console) -> None:
             format_seconds(one.call_s),
             f"{one.samples_s:.4g}",
             format_percent(one.samples_s / best),
+            format_percent(one.noise) if one.rounds > 1 else "-",
         )
         for one in found.trials
     ]
     if found.trials:
-        table(console, rows, fixed=4, right=range(4), gap=2)
+        table(console, rows, fixed=5, right=range(5), gap=2)
     console.print(escape(f"{found.device}: {found.why}"))
     settled = result.settled
     now = "auto, nothing known yet" if settled is None else f"{result.in_force} ({settled.where})"
@@ -172,7 +176,7 @@ def _job(words: list[str], batch_size: int | None) -> AbstractContextManager[Ben
     from stoker.store.remote import is_url
 
     if len(words) == 1 and is_url(words[0]):
-        return job_of_url(words[0], batch_size or BATCH_SIZE)
+        return job_of_url(words[0], batch_size or BATCH_SIZE, or_all=batch_size is None)
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -181,7 +185,7 @@ def _job(words: list[str], batch_size: int | None) -> AbstractContextManager[Ben
             hint="Settings are written key=value and go with a CONFIG",
         )
     if paths and paths[0].is_dir():
-        return nullcontext(job_of_cache(paths[0], batch_size or BATCH_SIZE))
+        return nullcontext(job_of_cache(paths[0], batch_size or BATCH_SIZE, or_all=batch_size is None))
     if batch_size is not None:
         raise ConfigError(
             f"--batch-size {batch_size} is for a CACHE",
@@ -297,8 +301,8 @@ def _of_config(
     overrides: list[str],
     asked: tuple[int, float | None, Mapping[str, float], float],
 ) -> Profile:
-    from stoker.run.bench import profile_config
     from stoker.run.context import Run
+    from stoker.run.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double

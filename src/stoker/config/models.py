@@ -40,7 +40,7 @@ from stoker.config.sections import (
     as_names,
 )
 from stoker.errors import ConfigError
-from stoker.schema import Json
+from stoker.schema import TIER_ALIASES, Json
 from stoker.train.config import STAGES, StageName
 
 # ----------------------------------------------------------------------------------------------------------
@@ -348,8 +348,8 @@ class ModelConfig(SettingsSection):
 
 
 def _tier(value: object) -> object:
-    """Return the name of a tier, of which `gpu` and `ram` are others."""
-    return {"gpu": "device", "ram": "host"}.get(value, value) if isinstance(value, str) else value
+    """Return the name of a tier for another name of it."""
+    return TIER_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 def _as_name(value: object) -> object:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.errors import ResourceError
 from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, allocate, to_device
 from stoker.loader.choose import Taken
 from stoker.loader.chunks import RECORD
@@ -482,7 +483,7 @@ def _run_on_all(pool: Pool | None, work: Callable[[], None]) -> None:
     tickets: list[Ticket[None]] = []
     try:
         if pool is not None:
-            with suppress(RuntimeError):  # no thread can be started: fewer share the work
+            with suppress(ResourceError):  # no thread can be started: fewer share the work
                 tickets.extend(pool.submit(work) for _ in range(pool.size))
         work()
     finally:  # they write into memory that is used again

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, UncountedError, arg
+from stoker.errors import ConfigError, ResourceError, UncountedError, arg
 from stoker.loader import state as states
 from stoker.loader.choose import describe_choices, resolve_choices
 from stoker.loader.options import Options, check_cache, refuse_workers, take_dataloader_arguments
@@ -23,8 +23,10 @@ from stoker.loader.serving import FillServing, Repairer, Serving, begin_serving
 from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import BatchFinisher, ColumnAdder, FixedBatch, Transform
 from stoker.loader.zipped import BatchZipper, Member, Zip, members_of
+from stoker.plan.resources import host_memory, is_out_of_memory
 from stoker.store.access import Table
 from stoker.store.cache import open_cache
+from stoker.store.storage import display_path
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -406,6 +408,11 @@ class Loader(EpochIterable):
                         begin = perf_counter()
                 serving.prefetcher.ended()
                 del strip, batches  # they refer to memory that may be released before the next ones
+        except (RuntimeError, MemoryError) as error:
+            # Of a device torch's own class is raised: what training finds a batch size with knows that.
+            if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            raise self._no_memory(example_bytes) from error
         finally:
             strips.close()
             if partners is not None:
@@ -413,6 +420,21 @@ class Loader(EpochIterable):
         if meter is not None:
             meter.ended()
         self._place.end(epoch, last)
+
+    def _no_memory(self, example_bytes: int) -> ResourceError:
+        """Return the error for a batch that host memory cannot hold."""
+        options, host = self._options, host_memory()
+        what, lower = format_count(options.batch_size, "example"), arg("batch_size")
+        if options.batch_tokens is not None:
+            what, lower = f"up to {format_count(options.batch_tokens, 'token')}", arg("batch_tokens")
+        elif example_bytes:  # 0: they differ in length
+            what += f" ({format_bytes(options.batch_size * example_bytes)})"
+        return ResourceError(
+            f"{display_path(self._serving.design.cache.path)}: no memory for the next batch of {what}; "
+            f"{format_bytes(host.usable_bytes)} are free ({host.label})",
+            hint=f"Lower {lower}{' or the horizon of windows' if options.windows else ''}, or raise the "
+            "limits on memory (ulimit -v, that of the container)",
+        )
 
     def _partners_from(self, epoch: int, position: int) -> BatchZipper | None:
         """Return the batches of the other caches from a position on; None: there is one cache."""

@@ -19,7 +19,7 @@ from stoker.loader.choose import Choices, as_choices
 from stoker.loader.order import RankShare, Weights, check_ranks
 from stoker.loader.transform import as_transforms
 from stoker.plan.resources import resolve_device
-from stoker.schema import dtype_name
+from stoker.schema import TIER_ALIASES, dtype_name
 from stoker.sources.arguments import format_value
 from stoker.store import Cache
 from stoker.store.shard import Verify
@@ -52,9 +52,6 @@ REFUSED = {
 
 TAKEN = ("timeout", "pin_memory")
 """Names of a DataLoader's that are honored."""
-
-TIER_ALIASES = {"gpu": "device", "cuda": "device", "ram": "host", "cpu": "host"}
-"""Other names of tiers that are accepted."""
 
 _said: set[str] = set()
 

@@ -425,7 +425,7 @@ class Placement:
             load = partial(self._load, todo, targets)
             tickets: list[Ticket[None]] = []
             if self._helpers is not None:
-                with suppress(RuntimeError):  # no thread can be started: fewer fill
+                with suppress(ResourceError):  # no thread can be started: fewer fill
                     helpers = min(self._helpers.size, len(todo) - 1)
                     tickets.extend(self._helpers.submit(load) for _ in range(helpers))
             load()

@@ -633,9 +633,9 @@ class BlockPrefetcher:
         # Read without the lock: other threads only lower it, so at worst a request begins one turn later.
         while self._under_way < most and (run := self._next_run()) is not None:
             size = (run.stop - run.first) * self._locator.block_bytes
+            self._pool.submit(partial(self._bring, run, size))  # first: it may have no thread for it
             with self._lock:
                 self._under_way += size
-            self._pool.submit(partial(self._bring, run, size))
 
     def _next_run(self) -> BlockRun | None:
         while True:

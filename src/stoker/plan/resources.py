@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
-from stoker.errors import ConfigError, ResourceError, arg
+from stoker.errors import ConfigError, ResourceError, StokerError, arg
 from stoker.runtime.disk import free_space
 from stoker.runtime.mounts import mount_lines, storage_of
 from stoker.runtime.threads import call_within
@@ -422,6 +422,23 @@ def memory_now(earlier: Resources) -> Resources:
         host_total_bytes=host.limit_bytes,
         host_limit=host.label,
         device_bytes=free,
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error says that memory is short: torch's own class, Python's, or the CPU allocator's.
+
+    An error of ours says so if one of these caused it.
+    """
+    import torch  # this module is imported without it
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, StokerError) and error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
+    # Torch has no class of its own for these.
+    return isinstance(error, RuntimeError | StokerError) and any(
+        words in str(error) for words in ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     )
 
 

@@ -42,7 +42,7 @@ from stoker.precompute.run import LOG_FOLDER, StageBuilder, commit, encode_here
 from stoker.precompute.settings import EncodeShare, PrecomputeSettings, ShareOutcome
 from stoker.runtime.processes.child import TORCH, Drain, LoggedChild, is_preloaded
 from stoker.runtime.signals import Interrupts
-from stoker.runtime.threads import start_thread
+from stoker.runtime.threads import launch_thread, start_thread
 from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
 from stoker.sources.pickling import pickle_for_process
@@ -232,9 +232,9 @@ class _ChildStart:
         self._started.clear()
         try:
             start_thread(self._run, "stoker-fill")
-        except RuntimeError as error:
+        except ResourceError:
             self._started.set()
-            raise ResourceError(f"no thread can be started to fill {self._path}: {error}") from error
+            raise
 
     def child(self) -> LoggedChild | None:
         """Return it; None while it is being started.
@@ -400,7 +400,7 @@ class SpotCheck:
     def start(self, *, after: SpotCheck | None = None) -> None:
         """Begin, when another one has ended; returns at once."""
         self._after = after
-        self._thread.start()
+        launch_thread(self._thread, "checking records")
 
     def _wait_for(self, other: SpotCheck) -> None:
         while other._thread.is_alive() and not self._stop.is_set():

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
+from stoker.plan.resources import is_out_of_memory
 from stoker.precompute.arena import LoadedBatch, ReusedMemory
 from stoker.precompute.by_length import pad_together
 from stoker.precompute.worker import SampleFault
@@ -713,11 +714,6 @@ def _within(value: Tensor, loaded: LoadedBatch) -> bool:
         if begin <= at < begin + max(array.nbytes, 1):
             return True
     return False
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Torch's own class on a device; on a CPU a RuntimeError of the allocator, or Python's MemoryError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _device_lost(error: Exception) -> bool:

@@ -26,6 +26,7 @@ from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import SampleFeed
 from stoker.runtime.openmp import end_team
 from stoker.runtime.signals import Interrupts
+from stoker.runtime.threads import launch_thread
 from stoker.store import Failure
 from stoker.store.write import RecordWriter
 from stoker.units import KIB, format_bytes, format_count
@@ -489,7 +490,7 @@ class WriteThread:
         self.copied = 0
         """Those of them that another cache had."""
         self._thread = threading.Thread(target=self._run, name="stoker-writer", daemon=True)
-        self._thread.start()
+        launch_thread(self._thread, "writing the cache")
 
     @property
     def shard_fill(self) -> tuple[int, int]:

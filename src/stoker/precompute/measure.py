@@ -9,8 +9,9 @@ import resource
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import on_device
 from stoker.errors import EncoderError, ResourceError, SourceError, StalledError, StokerError
-from stoker.plan.resources import probe
+from stoker.plan.resources import is_out_of_memory, probe
 from stoker.precompute.arena import LoadedBatch
 from stoker.precompute.by_length import calls_of, split_by_part
-from stoker.precompute.encode import full_precision, is_out_of_memory
+from stoker.precompute.encode import full_precision
 from stoker.precompute.run import StageBuilder
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.libc import release_memory
@@ -33,7 +34,7 @@ from stoker.sources.protocol import Part, Source, SourceIdentity, locate
 from stoker.store import Cache, Failure, Recipe, make_recipe
 from stoker.store.folder import Folder, open_folder
 from stoker.store.values import torch_dtype
-from stoker.units import KIB, MIB, format_bytes
+from stoker.units import KIB, MIB, format_bytes, format_percent
 
 SAMPLES = 256
 """Samples of a trial, at most."""
@@ -221,8 +222,10 @@ def _go(builder: StageBuilder, folder: Folder, trial: Trial) -> set[int]:
 # Measure on a device how many samples to give an encoder in one call.
 #
 # More samples a call cost less overhead each, until the device is full. So the number is doubled until
-# throughput stops rising, or memory ends. The number is a part of the recipe; `run/build.py`
-# has it measured once (docs/design/039-encode-batch-size.md).
+# throughput stops rising, or memory ends. Then all sizes are measured again in turns. What else the machine
+# does slows some turns and speeds up none, so the fastest turn counts: in 14 runs on a machine with more busy
+# processes than cores it gave the same number 12 times, the median of turns 10 times. The number is a part
+# of the recipe; `run/build.py` has it measured once (docs/design/039-encode-batch-size.md).
 
 
 MOST_SAMPLES = 1024
@@ -234,10 +237,14 @@ VAIN = 2
 """Sizes in a row without a gain after which the search ends."""
 ENOUGH = 0.95
 """The smallest number that reaches this part of the best throughput is chosen: less is lost at an error."""
-TRIAL_S, TRIAL_CALLS = 0.15, 3
-"""A size is timed for so long, by so many calls at least; the fastest call counts."""
+NOISY = 0.1
+"""Noise that is said."""
+LEAST_ROUNDS, ROUNDS, ROUNDS_S = 3, 5, 2.0
+"""Turns of each size, if time allows; more than `LEAST_ROUNDS` only within so many seconds."""
+TURN_S = 0.05
+"""A turn is so long, by one call at least; the fastest call counts."""
 BUDGET_S = 20.0
-"""No size is begun that would end after this."""
+"""No size and no round is begun that would end after this."""
 HOST_PART = 0.25
 """Of the free host memory, what a call on a CPU may take."""
 
@@ -252,10 +259,14 @@ class BatchTrial:
     """Seconds of the fastest call."""
     samples_s: float
     """Samples a second."""
+    noise: float = 0.0
+    """How much longer the fastest call of the median turn took, as a part of `call_s`."""
+    rounds: int = 1
+    """Turns that were measured."""
 
     def to_json(self) -> dict[str, Json]:
         """Return the keys that scripts rely on."""
-        return {"samples": self.samples, "call_s": self.call_s, "samples_s": self.samples_s}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +278,7 @@ class EncodeBatch:
     device: str
     trials: tuple[BatchTrial, ...]
     why: str
-    """Why the search ended, in words."""
+    """Why the search ended, and how sure the number is on a busy machine, in words."""
 
     def to_json(self) -> dict[str, Json]:
         """Return the keys that scripts rely on."""
@@ -296,7 +307,7 @@ def measure_encode_batch(
         device: `cpu` or `cuda[:i]`.
         most: No more samples than this, as the samples of a file.
         timeout_s: Seconds that one call may take.
-        budget_s: Seconds after which no further size is tried.
+        budget_s: Seconds after which no further size is tried, and none measured again.
 
     Raises:
         EncoderError: The encoder fails on one sample.
@@ -337,10 +348,11 @@ class _Search:
         self._encoder, self._schema, self._device, self._most = encoder, schema, device, most
         self.samples = 1
         """The size that is tried now."""
-        self._trials: list[BatchTrial] = []
+        self._turns: dict[int, list[float]] = {}
+        """Seconds of the fastest call of each turn, by size."""
 
     def run(self, budget_s: float) -> EncodeBatch:
-        """Double the size until throughput, memory, time or the samples end it."""
+        """Double the size until throughput, memory, time or the samples end it; then measure in turns."""
         with (
             _named_errors(self._device),
             on_device(self._encoder, self._device),
@@ -348,46 +360,89 @@ class _Search:
             full_precision(),
         ):
             why = self._search(time.perf_counter() + budget_s)
-        return EncodeBatch(
-            samples=choose(self._trials), device=str(self._device), trials=tuple(self._trials), why=why
-        )
+        trials = [_trial(samples, turns) for samples, turns in self._turns.items()]
+        samples = choose(trials)
+        noise = max(trial.noise for trial in trials if trial.samples >= samples)
+        if noise > NOISY:
+            why += f"; turns of a size differ by {format_percent(noise)}: something else uses this machine"
+        return EncodeBatch(samples=samples, device=str(self._device), trials=tuple(trials), why=why)
 
     def _search(self, end: float) -> str:
-        room = int(HOST_PART * probe().host_bytes) if self._device.type == "cpu" else None
-        began, vain = _peak_bytes(), 0
+        began = _peak_bytes()
         while True:
+            why = self._grow(end, began)
+            self._repeat(end)
+            if why or self._is_flat():  # a moment's load may have looked like that before
+                return why or "throughput stopped rising"
+
+    def _grow(self, end: float, began: int) -> str:
+        """Double the size until throughput seems to rise no more; returns what else ended that."""
+        while not self._is_flat():
+            if why := self._obstacle(end, began):
+                return why
+            self.samples = 2 * max(self._turns) if self._turns else 1
             try:
-                trial = self._try()
+                self._turn()
             except Exception as error:
-                if not self._trials or not is_out_of_memory(error):
+                if not self._turns or not is_out_of_memory(error):
                     raise
                 return f"{self._device} has no memory for {self.samples} samples"
-            best = max((known.samples_s for known in self._trials), default=0.0)
-            self._trials.append(trial)
-            vain = 0 if trial.samples_s > GAIN * best else vain + 1
-            if vain >= VAIN:
-                return "throughput stopped rising"
-            if 2 * trial.samples > self._most:
-                return f"{self._most} samples are the most"
-            # Warm-up, then at least the calls that are timed.
-            if time.perf_counter() + 2 * trial.call_s * (1 + TRIAL_CALLS) > end:
-                return "a larger call would take too long to measure"
-            taken = _peak_bytes() - began
-            if room is not None and 2 * taken > room:
-                return f"a call of {trial.samples} took {format_bytes(taken)} of host memory"
-            self.samples = 2 * trial.samples
+        return ""
 
-    def _try(self) -> BatchTrial:
+    def _obstacle(self, end: float, began: int) -> str:
+        """Return why twice the largest size cannot be tried; empty if it can."""
+        if not self._turns:
+            return ""
+        samples = max(self._turns)
+        if 2 * samples > self._most:
+            return f"{self._most} samples are the most"
+        # Warm-up and a turn; then two rounds, each as long as two calls of the largest size.
+        if time.perf_counter() + 2 * min(self._turns[samples]) * 6 > end:
+            return "a larger call would take too long to measure"
+        taken = _peak_bytes() - began
+        if self._device.type == "cpu" and 2 * taken > HOST_PART * probe().host_bytes:
+            return f"a call of {samples} took {format_bytes(taken)} of host memory"
+        return ""
+
+    def _is_flat(self) -> bool:
+        """Return True if the last sizes were not faster than one before."""
+        best, vain = 0.0, 0
+        for samples, turns in self._turns.items():
+            rate = samples / min(turns)
+            vain = 0 if rate > GAIN * best else vain + 1
+            best = max(best, rate)
+        return vain >= VAIN
+
+    def _repeat(self, end: float) -> None:
+        """Measure all sizes again, one after another, as often as time allows."""
+        soon = time.perf_counter() + ROUNDS_S
+        for rounds in range(2, ROUNDS + 1):
+            sizes = [samples for samples, turns in self._turns.items() if len(turns) < rounds]
+            round_s = sum(max(TURN_S, *self._turns[samples]) for samples in sizes)
+            if time.perf_counter() + round_s > (end if rounds <= LEAST_ROUNDS else min(soon, end)):
+                return
+            for self.samples in sizes:
+                try:
+                    self._turn()
+                except Exception as error:
+                    if self.samples == 1 or not is_out_of_memory(error):
+                        raise
+                    # Memory that was there is gone: another process has it.
+                    self._turns = {size: turns for size, turns in self._turns.items() if size < self.samples}
+                    return
+
+    def _turn(self) -> None:
+        """Time calls of the present size."""
         batch = {
             name: torch.zeros((self.samples, *f.shape), dtype=torch_dtype(f.dtype), device=self._device)
             for name, f in self._schema.items()
         }
-        self._timed(lambda: self._encoder.encode(batch))  # allocates, chooses algorithms
+        if self.samples not in self._turns:
+            self._timed(lambda: self._encoder.encode(batch))  # allocates, chooses algorithms
         times: list[float] = []
-        while len(times) < TRIAL_CALLS or (sum(times) < TRIAL_S and len(times) < 100):
+        while not times or (sum(times) < TURN_S and len(times) < 100):
             times.append(self._timed(lambda: self._encoder.encode(batch)))
-        best = max(min(times), 1e-9)
-        return BatchTrial(samples=self.samples, call_s=best, samples_s=self.samples / best)
+        self._turns.setdefault(self.samples, []).append(max(min(times), 1e-9))
 
     def _timed(self, call: Callable[[], dict[str, Tensor]]) -> float:
         begin = time.perf_counter()
@@ -397,7 +452,15 @@ class _Search:
         return time.perf_counter() - begin
 
 
-def choose(trials: list[BatchTrial]) -> int:
+def _trial(samples: int, turns: Sequence[float]) -> BatchTrial:
+    call_s = min(turns)
+    noise = median(turns) / call_s - 1
+    return BatchTrial(
+        samples=samples, call_s=call_s, samples_s=samples / call_s, noise=noise, rounds=len(turns)
+    )
+
+
+def choose(trials: Sequence[BatchTrial]) -> int:
     """Return the smallest number of samples that is about as fast as the fastest.
 
     >>> rates = {1: 10.0, 2: 18.0, 4: 29.0, 8: 30.0}

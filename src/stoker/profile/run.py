@@ -40,7 +40,7 @@ from stoker.profile.result import (
     time_samples,
     watch,
 )
-from stoker.used_code import describe_failure
+from stoker.used_code import describe_failure, place_of_error
 
 # ----------------------------------------------------------------------------------------------------------
 # What one step asks of any device: operations in matrix products, and calls of kernels.
@@ -307,8 +307,8 @@ def profile_script(
     takes three times `steps` steps.
 
     Raises:
-        ConfigError: There is no such script, it fails (names file and line), or it iterates no `DataLoader`;
-            or no GPU of the table has a name of `prices`.
+        ConfigError: There is no such script, it fails or exits with another code than 0 (names file and
+            line), or it iterates no `DataLoader`; or no GPU of the table has a name of `prices`.
         StalledError: It takes longer than `timeout_s`.
     """
     if not path.is_file():
@@ -333,14 +333,15 @@ def profile_script(
     try:
         with time_limit(timeout_s, f"{path} did not get through {3 * steps} steps"):
             runpy.run_path(str(path), run_name="__main__")
-    except (ProfilingDone, SystemExit):
+    except ProfilingDone:
         pass
     except StokerError:
         raise
-    except Exception as error:  # as in `take`
-        if not (found and found[0][0].counting):
+    except (Exception, SystemExit) as error:
+        ended = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not ended and not (found and found[0][0].counting):  # else as in `take`
             raise ConfigError(
-                f"the script {path} failed with {describe_failure(error)}",
+                f"the script {path} {_failure(error)}",
                 hint=f"Correct it until `{shlex.join(['python', str(path), *arguments])}` trains, then "
                 "profile it again",
             ) from error
@@ -355,6 +356,15 @@ def profile_script(
             f"{path} iterated no torch DataLoader", hint="Expected a script that trains with one"
         )
     return _finish(*found[0], where, (price_per_hour, prices))
+
+
+def _failure(error: BaseException) -> str:
+    """Say how a script failed, and where."""
+    if not isinstance(error, SystemExit):
+        return f"failed with {describe_failure(error)}"
+    code, text = (error.code, "") if isinstance(error.code, int) else (1, f": {error.code}")
+    place = place_of_error(error)
+    return f"exited with code {code}{f' at {place}' if place else ''}{text}"
 
 
 class _PlainLoader:

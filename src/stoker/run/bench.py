@@ -1,4 +1,4 @@
-"""Measure the limits of this machine, how much of them each tier reaches, and where training time goes.
+"""Measure the limits of this machine, and how much of them each tier reaches.
 
 Two rounds over all contenders in turns, so that a machine that gets busy in between is seen by how far the
 two figures differ. Nothing is written but the picture; reads are of the cache's own shards.
@@ -11,54 +11,30 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from stoker.errors import ConfigError, StalledError
+from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
-from stoker.plan import Demand, Plan, Resources, measure_rates, probe, rates, stall_of
+from stoker.plan import Plan, probe, rates
 from stoker.plan.rates import Limit
-from stoker.plan.resources import find_obstacle, require_writable
-from stoker.precompute.measure import EncodeBatch, Trial, try_stages
-from stoker.profile.result import (
-    ENCODE,
-    LoopTimes,
-    Profile,
-    SampleStage,
-    StackSamples,
-    TierForecast,
-    check_prices,
-    forecast_other_gpus,
-    gpus_for,
-    largest,
-    predict,
-    say_used,
-    watch,
-)
-from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, LoopProbe, loop_times, take, time_limit
-from stoker.run.build import CacheJob, EncodeBatchChoice, build_jobs, measure_jobs, settled_batch
-from stoker.run.caches import CacheLocation, locate, locate_with_job
-from stoker.run.context import Run, batch_examples, inputs_of, target_of, windows_in
-from stoker.run.loaders import joined, make_loader
-from stoker.run.plan import TimedStep, demand_of, served_loads
-from stoker.run.precompute import settings_of
-from stoker.run.train import loop_settings
+from stoker.plan.resources import require_writable
+from stoker.precompute.measure import EncodeBatch
+from stoker.run.build import EncodeBatchChoice, build_jobs, measure_jobs, settled_batch
+from stoker.run.caches import locate
+from stoker.run.context import Run, batch_examples
 from stoker.runtime.files import make_folder, replace_atomically
-from stoker.runtime.threads import Pool, call_within
+from stoker.runtime.threads import Pool
 from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
 from stoker.store.remote import TIMEOUT_S as STORE_TIMEOUT_S
 from stoker.store.storage import MIRROR_DIR, attach_mirror, display_path, open_storage
-from stoker.train.run import steps_of
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -72,8 +48,8 @@ SCATTER = 0.2
 """Figures of two rounds that differ by more than this part are called scattered."""
 SERVED_BYTES = 256 * MIB
 """Bytes of records that are served to measure; more than a processor's own caches hold."""
-FILL_S = 10.0
-"""Seconds that filling a tier with them may take."""
+LEAST_FILL_S = 1.0
+"""Seconds that filling a tier with them may take at least; all fillings have as long as measuring."""
 LEAST_S = 0.1
 """Seconds of a contender's turn at least."""
 PLAIN_BYTES, PLAIN_BATCH = 4 * KIB, 256
@@ -155,11 +131,17 @@ def job_of_config(run: Run) -> BenchJob:
             hint="`stoker bench` serves what is there: run `stoker precompute` with the same settings first",
         )
     schema = located.cache.schema
-    return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
+    batch = batch_examples(run, schema)
+    return _job(located.cache, run.windows_for(schema), batch, device=run.device, or_all=True)
 
 
-def job_of_cache(path: Path, batch_size: int) -> BenchJob:
+def job_of_cache(path: Path, batch_size: int, *, or_all: bool = False) -> BenchJob:
     """Return a cache by its folder: windows of its trajectories, or entire records if it has none.
+
+    Args:
+        path: Of the cache.
+        batch_size: Examples in a batch.
+        or_all: Take a batch of all examples where there are fewer.
 
     Raises:
         ConfigError: It has no records, or fewer than a batch.
@@ -167,22 +149,22 @@ def job_of_cache(path: Path, batch_size: int) -> BenchJob:
     """
     cache = open_cache(path)
     timed = any(f.time for f in cache.schema.values())
-    return _job(cache, Windows() if timed else None, batch_size, "cpu")
+    return _job(cache, Windows() if timed else None, batch_size, device="cpu", or_all=or_all)
 
 
 @contextmanager
-def job_of_url(url: str, batch_size: int) -> Generator[BenchJob]:
+def job_of_url(url: str, batch_size: int, *, or_all: bool = False) -> Generator[BenchJob]:
     """Yield a cache at a URL, as `job_of_cache`; nothing of its shards is kept afterwards.
 
     Raises:
-        ConfigError: It has no records.
+        ConfigError: It has no records, or fewer than a batch.
         StokerError: As `attach_mirror`.
     """
     with (
         _temporary_parent(MIRROR_DIR) as parent,
         tempfile.TemporaryDirectory(prefix=".bench-", dir=parent, ignore_cleanup_errors=True) as folder,
     ):
-        job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size)
+        job = job_of_cache(attach_mirror(url, folder, must_exist=True), batch_size, or_all=or_all)
         with job.cache:
             yield replace(job, files=(), remote=open_storage(job.cache.path).mirror)
 
@@ -199,7 +181,7 @@ def _temporary_parent(folder: Path) -> Generator[Path]:
                 one.rmdir()
 
 
-def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) -> BenchJob:
+def _job(cache: Cache, windows: Windows | None, batch_size: int, *, device: str, or_all: bool) -> BenchJob:
     """Return what is served of a cache.
 
     Raises:
@@ -213,17 +195,22 @@ def _job(cache: Cache, windows: Windows | None, batch_size: int, device: str) ->
             hint="Encode some with `stoker precompute` first. "
             f"`stoker cache show {place}` says which samples are quarantined",
         )
-    if windows is None and batch_size > len(numbers):
+    count, kind = len(numbers), "record"
+    if windows is not None:
+        kind = "window"
+        with Loader(cache, 1, windows=windows, tier="disk") as loader:
+            count = len(loader)
+    if batch_size > count and not or_all:
         raise ConfigError(
-            f"a batch of {batch_size} is more than the {format_count(len(numbers), 'record')} of "
+            f"a batch of {batch_size} is more than the {format_count(count, kind)} of "
             f"{display_path(cache.path)}",
-            hint=f"Give --batch-size {len(numbers)} or less",
+            hint=f"Give --batch-size {count} or less",
         )
     part = max(1, int(len(numbers) * min(1.0, SERVED_BYTES / max(1, _set_bytes(cache)))))
     return BenchJob(
         cache=cache,
         windows=windows,
-        batch_size=batch_size,
+        batch_size=min(batch_size, count),
         device=device,
         files=[cache.path / shard.file for shard in cache.index.shards],
         served=numbers[:part],
@@ -235,7 +222,7 @@ def _set_bytes(cache: Cache) -> int:
 
 
 def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> BenchResult:
-    """Measure for about `seconds`, and draw.
+    """Measure for about `seconds`, and draw. Filling slow tiers may take as long again.
 
     Idle threads of the loaders end within `runtime.threads.IDLE_S`; all others have ended.
 
@@ -248,12 +235,13 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
     if picture is not None:
         require_writable(picture.parent, "the folder of --picture")
     begun = time.monotonic()
-    limited, served = _limits(job), _served(job)
+    limited, served = _limits(job), _served(job, seconds)
     turn_s = max(LEAST_S, seconds / ROUNDS / max(1, len(limited) + len(served)))
     found: dict[str, list[float]] = {name: [] for name in [*limited, *served]}
     for _ in range(ROUNDS):
         for name, (_, measure) in {**limited, **{n: s[:2] for n, s in served.items()}}.items():
-            found[name].append(measure(turn_s))
+            if found[name] != [0.0]:  # what could not be filled once is not tried again
+                found[name].append(measure(turn_s))
     figures = {name: _figure(what, found[name]) for name, (what, _) in limited.items() if any(found[name])}
     tiers = {
         name: _compare_with_limit(_figure(what, found[name]), limit, figures, _batch_bytes(job))
@@ -265,7 +253,7 @@ def run_bench(job: BenchJob | None, *, seconds: float, picture: Path | None) -> 
         cache="" if job is None else _about(job),
         limits=figures,
         tiers=tiers,
-        advice=_advice(job, figures, tiers),
+        advice=_advice(job, figures, tiers, [name for name in served if name not in tiers]),
         picture=picture,
         seconds=time.monotonic() - begun,
     )
@@ -309,52 +297,56 @@ def _limits(job: BenchJob | None) -> dict[str, tuple[str, Limit]]:
     return found
 
 
-def _served(job: BenchJob | None) -> dict[str, tuple[str, Limit, str]]:
+def _served(job: BenchJob | None, seconds: float) -> dict[str, tuple[str, Limit, str]]:
     """Per tier: what is done, how it is measured, and the limit that it is held against."""
     if job is None:
         return {}
     if job.remote is not None:
         first = "batches of a first epoch in block order, nothing here before"
         return {f"{STORE}, first epoch": (first, _FirstEpoch(job), f"{STORE}, kept")}
-    cold = _TierMeasurement(job, "disk", cold=True)
+    filled = 2 if job.device == "cpu" else 3
+    fill_s = max(LEAST_FILL_S, seconds / ROUNDS / filled)
     host = "gather" if job.device == "cpu" else "to the GPU"
     found: dict[str, tuple[str, Limit, str]] = {}
     if job.device != "cpu":
-        found["device"] = ("batches from the GPU's memory", _TierMeasurement(job, "device"), "gather, GPU")
-    found["host"] = ("batches from host memory", _TierMeasurement(job, "host"), host)
-    found["disk, warm"] = (
-        "batches read and verified, no disk needed",
-        _TierMeasurement(job, "disk"),
-        "page cache",
-    )
+        device = _TierMeasurement(job, "device", fill_s)
+        found["device"] = ("batches from the GPU's memory", device, "gather, GPU")
+    found["host"] = ("batches from host memory", _TierMeasurement(job, "host", fill_s), host)
+    warm = _TierMeasurement(job, "disk", fill_s)
+    found["disk, warm"] = ("batches read and verified, no disk needed", warm, "page cache")
+    cold = _TierMeasurement(job, "disk", None)
     found["disk, cold"] = ("batches read from the disk and verified", cold, "disk, random")
     return found
 
 
 class _TierMeasurement:
-    """Measures a tier by having batches served; the figure excludes the filling.
+    """Measures a tier by having batches served; the figure excludes the filling, the time of a turn does not.
 
     Each turn has a loader of its own: records that one holds in memory, another could not read from the disk.
     """
 
-    def __init__(self, job: BenchJob, tier: str, *, cold: bool = False) -> None:
+    def __init__(self, job: BenchJob, tier: str, fill_s: float | None) -> None:
+        """`fill_s` is how long filling may take; None: each pass reads from the disk."""
         self._job = job
         self._tier = tier
-        self._cold = cold
+        self._fill_s = fill_s
 
     def __call__(self, seconds: float) -> float:
         """Return bytes a second; 0 where the tier could not be filled in time."""
+        begun = time.perf_counter()
+        if self._tier == "disk" and self._fill_s is not None and not self._warm(self._fill_s):
+            return 0.0
         meter = StallMeter()
         with self._job.loader(self._tier, meter) as loader:
-            return self._rate(loader, meter, seconds)
+            if self._tier != "disk" and not self._fill(loader, meter, self._fill_s or 0.0):
+                return 0.0
+            return self._rate(loader, meter, max(LEAST_S, seconds - (time.perf_counter() - begun)))
 
     def _rate(self, loader: Loader, meter: StallMeter, seconds: float) -> float:
-        if not self._cold:
-            self._fill(loader, meter, max(FILL_S, seconds))
         count, took = 0, 0.0
         meter.reset()
         while took < seconds:
-            if self._cold:
+            if self._fill_s is None:
                 rates.drop_from_page_cache(self._job.files)
             begin = time.perf_counter()
             for _ in loader:
@@ -365,8 +357,14 @@ class _TierMeasurement:
         whole = set(meter.epoch().tiers) == {self._tier}
         return count * _batch_bytes(self._job) / took if whole else 0.0
 
-    def _fill(self, loader: Loader, meter: StallMeter, seconds: float) -> None:
-        """Serve whole epochs until one comes from the tier alone, or time is over."""
+    def _warm(self, seconds: float) -> bool:
+        """Have each record in the page cache; returns False where time is over."""
+        end = time.perf_counter() + seconds
+        with Loader(self._job.cache, 1, tier="disk", indices=self._job.served) as loader:
+            return all(time.perf_counter() < end for _ in loader)
+
+    def _fill(self, loader: Loader, meter: StallMeter, seconds: float) -> bool:
+        """Serve whole epochs until one comes from the tier alone; returns False where time is over."""
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             meter.reset()
@@ -374,7 +372,8 @@ class _TierMeasurement:
                 if time.perf_counter() >= end:
                     break
             if set(meter.epoch().tiers) == {self._tier}:
-                break
+                return True
+        return False
 
 
 GET_BYTES, GETS = 8 * MIB, 16
@@ -500,7 +499,10 @@ def _machine() -> str:
 
 
 def _advice(
-    job: BenchJob | None, figures: Mapping[str, BenchFigure], tiers: Mapping[str, BenchFigure]
+    job: BenchJob | None,
+    figures: Mapping[str, BenchFigure],
+    tiers: Mapping[str, BenchFigure],
+    unfilled: Sequence[str],
 ) -> str:
     """Return advice, in a sentence or three."""
     said: list[str] = []
@@ -515,6 +517,8 @@ def _advice(
             job.cache, job.batch_size, shuffle=True, windows=job.windows, device=job.device
         ) as loader:
             said += _choice(loader.plan, tiers)
+    if unfilled:
+        said.append(f"No figure of {', '.join(unfilled)}: filling took too long. Give more --seconds.")
     said += _say_scatter({**figures, **tiers})
     return " ".join(said)
 
@@ -690,240 +694,3 @@ def bench_encode(run: Run) -> EncodeBench:
         fixed_rule=job.encoder.encode_batch_size(schema).samples,
         found=measure_jobs(run, [job]),
     )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Where the time of a configuration's training goes: its own steps, and every stage before them. Some of its
-# samples are read, encoded and stored in a folder that is removed afterwards: the cost of a record is known
-# also where the cache is complete. The training loop is fed from that cache, or from those records.
-
-
-SHOWN = 3
-"""Samples that cannot be read, by name."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _TrialResult:
-    """Result of making a few records."""
-
-    cache: Cache | None
-    """Where they were written; None: the raw data is gone."""
-    trial: Trial
-    stacks: StackSamples
-
-
-def profile_config(
-    run: Run,
-    *,
-    steps: int = STEPS,
-    price_per_hour: float | None = None,
-    prices: Mapping[str, float] = NO_PRICES,
-    timeout_s: float = TIMEOUT_S,
-) -> Profile:
-    """Profile the training of the first task. Nothing is left behind, and no run is touched.
-
-    Args:
-        run: The settings.
-        steps: Batches timed of each kind.
-        price_per_hour, prices: As for `stoker.profile`; None: `training.price_per_hour`.
-        timeout_s: Seconds for the samples, and again for the steps.
-
-    Raises:
-        ConfigError: The records have no time, so that there is no loop; there are too few for two batches; or
-            no GPU of the table has a name of `prices`.
-        StalledError: It takes longer than `timeout_s`; the message names stage and sample.
-        StokerError: As `locate`, and as encoding.
-    """
-    check_prices(prices)
-    run = run.parts()[0]
-    job, located = locate_with_job(run, run.split)
-    windows_in(run, located.recipe.schema)
-    device, config = run.device, run.config
-    price = config.training.price_per_hour if price_per_hour is None else price_per_hour
-    with tempfile.TemporaryDirectory(prefix=".profile-", dir=_place(run)) as folder:
-        tried = _try(run, job, located, Path(folder), timeout_s)
-        complete = located.cache is not None and not located.missing
-        cache = located.cache if complete else tried.cache
-        assert cache is not None  # a cache without its source is complete, else `locate` had refused it
-        served_cache = joined(run, cache, run.split) if complete else cache
-        loader = _loader(run, served_cache, complete=complete)
-        with time_limit(timeout_s, f"{config.where} did not get through {3 * steps} steps"):
-            loop = _loop(run, loader, steps=steps, folder=Path(folder) / "run")
-        if not complete:
-            loop = replace(loop, examples=round(loop.examples * located.recipe.count / len(cache)))
-        loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
-        demand, resources = demand_of(run, located), probe(device=device, path=Path(folder))
-        step = TimedStep(seconds=loop.compute_s, cpus=demand.step_cpus)
-        served = (
-            served_loads(cache, run.windows_for(cache.schema), loop.batch_examples, step=step)
-            if device == "cpu"
-            else {}
-        )
-        rates = replace(measure_rates(cache.path, device=device), served=served)
-    stages = _stages(tried.trial)
-    unkept = _unkept(loop, demand, stages, resources)
-    return Profile(
-        loop=loop,
-        tiers=(*predict(loop, demand, resources, rates), *([] if unkept is None else [unkept])),
-        stages=stages,
-        bottleneck=largest(_made(stages)),
-        stacks=tried.stacks,
-        gpus=gpus_for(demand),
-        elsewhere=forecast_other_gpus(loop, demand, resources, rates, prices),
-        elsewhere_note=say_used(loop, resources),
-        price_per_hour=price,
-        served_from=loader.plan.tier,
-        remarks=_remarks(located, tried.trial, complete=complete),
-    )
-
-
-def _place(run: Run) -> Path | None:
-    """Return the folder for trial records: next to the caches, to time the same disk; None: anywhere."""
-    place = run.cache_dir
-    if find_obstacle(place) is not None:
-        return None
-    place.mkdir(parents=True, exist_ok=True)
-    return place
-
-
-def _try(
-    run: Run, job: CacheJob | None, located: CacheLocation, folder: Path, timeout_s: float
-) -> _TrialResult:
-    """Make a few records, with an eye on what the code does meanwhile."""
-    tried = _TrialResult(cache=None, trial=Trial(), stacks=StackSamples())
-    if job is None:
-        return tried
-    place, settings = (folder, job.name, located.recipe), settings_of(run, job)
-
-    def make() -> None:
-        tried.cache = try_stages(job.source, job.encoder, place, settings, tried.trial)
-
-    def work() -> None:
-        tried.stacks = watch(make)
-
-    try:
-        call_within(timeout_s, work, "the trial")
-    except StalledError as error:
-        at = tried.trial
-        raise StalledError(
-            f"sample {at.number} of {job.name} stands at stage {at.stage!r}, {timeout_s:g} s after its "
-            "trial began",
-            hint="Expected some hundred samples by then: look at that file, or give more --timeout",
-        ) from error
-    return tried
-
-
-class _RepeatedPasses:
-    """One pass of a loader after another; its first batches are waited for in each."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self._loader
-
-
-def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
-    """As training would have it; over a few records with nothing that wants all of them."""
-    if complete:
-        return make_loader(run, cache)
-    training, schema = run.config.training, cache.schema
-    batch = min(batch_examples(run, schema), len(cache) * (windows_in(run, schema) or 1))
-    return Loader(
-        cache,
-        batch,
-        shuffle=True,
-        windows=run.windows_for(schema),
-        indices=list(cache.indices),
-        device=run.device,
-        tier=training.tier if training.tier != "encode" else "disk",
-        seed=training.seed,
-    )
-
-
-def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> LoopTimes:
-    """Return whole training steps on the loader's batches."""
-    if not len(loader):
-        raise ConfigError(
-            f"{loader.dataset.path} makes no batch of {loader.batch_size}",
-            hint="Use a smaller training.batch_size",
-        )
-    where = torch.device(run.device)
-    watched = LoopProbe(_RepeatedPasses(loader), steps=steps, device=where)
-    settings, target = loop_settings(run, len(loader), resume=False), target_of(run, loader.dataset.schema)
-    if target is None:
-        step = steps_of(loader, settings)
-    else:
-        from stoker.run import fitting  # most runs train an operator
-        from stoker.run.supervised import make_learner
-
-        inputs = inputs_of(run.config, loader.dataset.schema, target)
-        step = fitting.steps_of(make_learner([loader.dataset], target, inputs, settings), loader, settings)
-    take(watched, step)
-    size = loader.batch_size
-    return loop_times(watched, where, examples=len(loader) * size, batch_examples=size)
-
-
-def _stages(trial: Trial) -> tuple[SampleStage, ...]:
-    """Return the seconds one sample takes in each stage; all samples of a file share its opening."""
-    if not trial.records:
-        return ()
-    read_s = fmean(trial.reads_s.values()) if trial.reads_s else 0.0
-    extra = [max(0.0, seconds - read_s) for seconds in trial.opens_s.values()]
-    open_s = fmean(extra) if extra else 0.0
-    tried = len(trial.reads_s) + len(trial.opens_s)
-    return (
-        SampleStage(
-            name="open",
-            seconds=sum(extra) / max(1, tried),
-            note=f"{format_seconds(open_s)} for each of {format_count(len(extra))} files or tables",
-        ),
-        SampleStage(name="read", seconds=read_s, note=f"mean of {format_count(tried, 'sample')}"),
-        SampleStage(name="encode", seconds=trial.encode_s, note=format_count(len(trial.encodes_s), "call")),
-        SampleStage(
-            name="write",
-            seconds=trial.writes_s / trial.records,
-            note=f"converting, checksums, writing; then {format_seconds(trial.commit_s)} to commit a shard",
-        ),
-    )
-
-
-def _made(stages: tuple[SampleStage, ...]) -> tuple[SampleStage, ...]:
-    """Those that a loop without a cache has as well."""
-    return tuple(stage for stage in stages if stage.name != "write")
-
-
-def _unkept(
-    loop: LoopTimes, demand: Demand, stages: tuple[SampleStage, ...], resources: Resources
-) -> TierForecast | None:
-    """Return a loop that reads and encodes each sample once an epoch, as those without a cache do."""
-    made = _made(stages)
-    if not made or not loop.batches:
-        return None
-    load_s = sum(stage.seconds for stage in made) * demand.records / loop.batches
-    overlaps = not demand.on_cpu and resources.cpus >= 2
-    stall = stall_of(load_s, loop.compute_s, prefetch=overlaps)
-    return TierForecast(
-        tier=ENCODE,
-        wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
-        stall=stall,
-        fits=True,
-        why="each sample is read and encoded once an epoch",
-    )
-
-
-def _remarks(located: CacheLocation, trial: Trial, *, complete: bool) -> tuple[str, ...]:
-    said: list[str] = []
-    if located.source_gone:
-        said.append("the raw data is gone: no stage before the cache could be timed")
-    if not complete:
-        have = 0 if located.cache is None else len(located.cache)
-        said.append(
-            f"{format_count(have)} of {format_count(located.recipe.count)} records are stored: the loop was "
-            f"fed from {format_count(trial.records)} that were made for this and are gone again"
-        )
-    if trial.failures:
-        more = "" if len(trial.failures) <= SHOWN else f", and {len(trial.failures) - SHOWN} more"
-        said.append(f"not readable: {'; '.join(trial.failures[:SHOWN])}{more}")
-    return tuple(said)

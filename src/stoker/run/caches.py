@@ -34,8 +34,8 @@ from stoker.store import (
 from stoker.store.access import first_values
 from stoker.store.cache import peek_cache
 from stoker.store.format import RECIPE_FILE
+from stoker.store.index import ShardInfo
 from stoker.store.recipe import stored_schema
-from stoker.store.remote import is_url
 from stoker.store.storage import display_path, mirror_url, note_use, resolve_local
 
 log = logging.getLogger("stoker")
@@ -183,10 +183,14 @@ class CacheSummary(JsonResult):
     fields: Schema
     """Fields as stored."""
     shards: int
+    """Shards that are there."""
     bytes: int
-    """Bytes of all shards on disk."""
+    """Bytes of these on disk."""
     raw_bytes: int
-    """Bytes of all shards uncompressed."""
+    """Bytes of these uncompressed."""
+    missing_shards: tuple[dict[str, Json], ...]
+    """Each shard that is gone (`bytes` is None), or has another size than was written: `shard`, `records`,
+    `bytes`, `expected_bytes`."""
     complete: bool
     quarantined: tuple[dict[str, Json], ...]
     """Number, stage and error of each sample set aside."""
@@ -210,23 +214,28 @@ class CacheFolder(JsonResult):
 def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:
     """Return what a cache holds, or a folder of several caches.
 
+    Args:
+        path: Of the cache or the folder, or its URL.
+
     Raises:
         FormatError: There is no cache, or not one that this version reads.
+        StokerError: As `resolve_local`, of a URL.
     """
-    names = [] if is_url(path) else names_in(Path(path))
+    folder = resolve_local(path)
+    names = names_in(folder)
     if not names:
-        return inspect_cache(path)
+        return inspect_cache(folder)
     caches: list[CacheSummary] = []
     unreadable: dict[str, str] = {}
     for name in names:
-        recipes = sorted(Path(path, name).glob("*/recipe.json"), key=lambda file: -file.stat().st_mtime_ns)
+        recipes = sorted((folder / name).glob("*/recipe.json"), key=lambda file: -file.stat().st_mtime_ns)
         several = len(recipes) > 1
-        for place in [file.parent for file in recipes] if several else [Path(path, name)]:
+        for place in [file.parent for file in recipes] if several else [folder / name]:
             try:
                 caches.append(inspect_cache(place))
             except StokerError as error:
                 unreadable[f"{name}/{place.name}" if several else name] = str(error)
-    return CacheFolder(path=str(path), caches=tuple(caches), unreadable=unreadable)
+    return CacheFolder(path=display_path(folder), caches=tuple(caches), unreadable=unreadable)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -251,9 +260,18 @@ def inspect_cache(path: str | Path) -> CacheSummary:
         records=len(cache),
         count=cache.recipe.count,
         fields=cache.schema,
-        shards=len(cache.index.shards),
+        shards=len(_present(cache)),
         bytes=shard_bytes(cache),
         raw_bytes=raw_bytes(cache),
+        missing_shards=tuple(
+            {
+                "shard": lost.entry.file,
+                "records": lost.entry.records,
+                "bytes": lost.size,
+                "expected_bytes": lost.entry.bytes,
+            }
+            for lost in cache.lost
+        ),
         complete=cache.complete,
         quarantined=tuple(list_quarantined(cache)),
         statistics=cache.statistics,
@@ -271,12 +289,18 @@ def list_quarantined(cache: Cache) -> list[dict[str, Json]]:
 
 def shard_bytes(cache: Cache) -> int:
     """Return bytes of all shards on disk."""
-    return sum(shard.bytes for shard in cache.index.shards)
+    return sum(shard.bytes for shard in _present(cache))
 
 
 def raw_bytes(cache: Cache) -> int:
     """Return bytes of all shards uncompressed."""
-    return sum(shard.raw_bytes for shard in cache.index.shards)
+    return sum(shard.raw_bytes for shard in _present(cache))
+
+
+def _present(cache: Cache) -> list[ShardInfo]:
+    """Return the shards of the index without those that are gone."""
+    lost = {one.entry.file for one in cache.lost}
+    return [shard for shard in cache.index.shards if shard.file not in lost]
 
 
 def worst_error(cache: Cache) -> float | None:

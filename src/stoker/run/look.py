@@ -18,11 +18,20 @@ import yaml
 from stoker.config import Config, make_config
 from stoker.config.load import holds_caches
 from stoker.config.names import all_settings
-from stoker.errors import ConfigError, EncoderError, SourceError, SplitError, StokerError, docs_url
+from stoker.errors import (
+    ConfigError,
+    EncoderError,
+    FormatError,
+    SourceError,
+    SplitError,
+    StokerError,
+    docs_url,
+)
 from stoker.run.build import build_sources
 from stoker.run.context import Run
 from stoker.schema import JsonResult, Schema
 from stoker.sources.protocol import SplittableSource
+from stoker.store.remote import SCHEMES
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes, format_count
 
@@ -212,11 +221,13 @@ def _look(what: str) -> Finding:
         return _rows(what)
     if not what:
         raise ConfigError("no data was named", hint="Give a file, a folder, a database URL, or module:Name")
+    if what.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+        return _caches(what, _mirror_of(what))
     if "://" in what:
         raise ConfigError(
-            f"{_shown(what)} is not a database that Stoker reads",
-            hint="Expected sqlite:///FILE or postgresql://HOST/DATABASE; copy raw files here first, as with "
-            "`stoker data fetch`",
+            f"{_shown(what)} is neither a database nor a URL of caches that Stoker reads",
+            hint="Expected sqlite:///FILE, postgresql://HOST/DATABASE, or caches at s3://BUCKET/FOLDER; "
+            f"{_COPY}",
         )
     path = Path(what).expanduser()
     if not path.exists() and not _some_files(path):
@@ -228,7 +239,7 @@ def _look(what: str) -> Finding:
             "Dataset by its import path, as module:Name",
         )
     if path.is_dir() and holds_caches(path):
-        return _caches(path)
+        return _caches(str(path), path)
     kind = _kind_of(path)
     if kind is _images and not path.exists():
         raise ConfigError(
@@ -439,20 +450,47 @@ def _images(path: Path) -> Finding:
     return _from_settings(str(path), "images", proposed, facts=facts)
 
 
-def _caches(path: Path) -> Finding:
+_COPY = "copy raw files to this machine first, as with `stoker data fetch`, and name the copy"
+
+
+def _mirror_of(url: str) -> Path:
+    """Return the local folder that stands for the caches at a URL.
+
+    Raises:
+        ConfigError: There are no caches.
+        StokerError: As `resolve_local`.
+    """
+    from stoker.store.storage import resolve_local
+
+    with suppress(FormatError):  # nothing is there
+        folder = resolve_local(url)
+        if holds_caches(folder):
+            return folder
+    raise ConfigError(
+        f"there are no caches at {url}", hint=f"Check the URL. Only caches are read from one: {_COPY}"
+    )
+
+
+def _caches(what: str, folder: Path) -> Finding:
+    """Return what the caches of a folder hold.
+
+    Args:
+        what: The folder or its URL, as the settings name it.
+        folder: Of this machine.
+    """
     from stoker.store.source import CacheSource
 
-    source = CacheSource(path)
+    source = CacheSource(folder)
     source.schema()
     name = re.sub(r"_(train|val|test)$", "", source.caches[0].name)
     proposed = [
         ProposedSetting(name="data.kind", value="cache", why="records that are encoded already"),
         ProposedSetting(name="data.task", value=name, why="names the caches"),
-        ProposedSetting(name="data.files", value=str(path), why="the cache, or a folder with caches by name"),
+        ProposedSetting(name="data.files", value=what, why="the cache, or a folder with caches by name"),
         *_of_splits(len(source)),
         ProposedSetting(name="encoder.kind", value="identity", why="take the records as they are"),
     ]
-    return _from_settings(str(path), "records of a cache", proposed)
+    return _from_settings(what, "records of a cache", proposed)
 
 
 def _rows(url: str) -> Finding:

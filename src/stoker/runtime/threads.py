@@ -13,20 +13,22 @@ import gc
 import logging
 import os
 import random
+import resource
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
-from stoker.errors import StalledError
+from stoker.errors import ResourceError, StalledError
 from stoker.runtime.openmp import end_team, use_one_thread_here
+from stoker.units import format_bytes, format_count
 
 log = logging.getLogger("stoker")
 T = TypeVar("T")
@@ -153,11 +155,15 @@ class Pool:
         self._idle = 0
         self._is_closed = False
 
-    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+    def submit(self, work: Callable[[], T], what: str = "") -> Ticket[T]:
         """Have `work` done by one of the threads, or, once the interpreter exits, at once by this one.
 
+        Args:
+            work: Errors that it raises are kept in the ticket.
+            what: Names it in the error; empty: the name of the threads.
+
         Raises:
-            RuntimeError: No thread can be started; nothing of the work is kept.
+            ResourceError: No thread can be started; nothing of the work is kept.
         """
         ticket = Ticket(work)
         if is_exiting():
@@ -168,7 +174,8 @@ class Pool:
                 self._change.notify()
             elif self._threads < self.size:
                 # Where no thread can be started, nothing of this call may stay: neither work nor a place.
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                launch_thread(thread, what or self._name)
                 self._threads += 1
             self._line.append(ticket)
         return ticket
@@ -184,12 +191,10 @@ class Pool:
             what: Names the work in an error.
 
         Raises:
-            StalledError: No result in time, no thread was free, or none could be started.
+            StalledError: No result in time, or no thread was free.
+            ResourceError: No thread can be started.
         """
-        try:
-            ticket = self.submit(work)
-        except RuntimeError as error:
-            raise _no_thread(what, error) from None
+        ticket = self.submit(work, what)
         if not ticket.wait(timeout_s):
             if self._cancel(ticket):
                 raise StalledError(
@@ -260,6 +265,9 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     """Start work that lasts, such as a heartbeat, in a daemon thread of its own; return the thread.
 
     Nothing waits for its result, so an error of it goes to the log.
+
+    Raises:
+        ResourceError: No thread can be started.
     """
 
     def run() -> None:
@@ -269,8 +277,39 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
             log.exception("the thread %s ended early", name)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    launch_thread(thread, name)
     return thread
+
+
+def launch_thread(thread: threading.Thread, what: str) -> None:
+    """Start a thread.
+
+    Args:
+        thread: It may be started later where this fails.
+        what: Names its work in the error.
+
+    Raises:
+        ResourceError: The system allows no further one.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        limits = " and ".join(_limits_on_threads())
+        raise ResourceError(
+            f"no thread can be started for {what} ({error}): this process has "
+            f"{threading.active_count()}{limits and ', and is limited to '}{limits}",
+            hint="Raise the limits on memory and processes (ulimit -v, ulimit -u, pids.max of a container), "
+            "or run less at a time: fewer workers, fewer other processes",
+        ) from None
+
+
+def _limits_on_threads() -> Iterator[str]:
+    """Yield the limits of this process that a thread counts for: each has an address range of its own."""
+    memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
+    if memory != resource.RLIM_INFINITY:
+        yield f"{format_bytes(memory)} of address space (ulimit -v)"
+    if processes != resource.RLIM_INFINITY:
+        yield f"{format_count(processes)} processes and threads of its user (ulimit -u)"
 
 
 STORAGE_HINT = "It should within milliseconds; check the mount, or use another folder"
@@ -310,16 +349,14 @@ def call_within(
         clock: Told by `work` of each item that it begins.
 
     Raises:
-        StalledError: No result in time, or no thread could be started. With a clock it names the item and
-            the line of code at which the work is.
+        StalledError: No result in time. With a clock it names the item and the line of code at which the
+            work is.
+        ResourceError: No thread can be started.
     """
     ticket = Ticket(work)
     # In a list that the thread empties: as an argument the ticket would outlive the thread's work.
     thread = threading.Thread(target=_run_only, args=([ticket],), name="stoker-call", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise _no_thread(what, error) from None
+    launch_thread(thread, what)
     since, number = time.monotonic(), -1 if clock is None else clock.latest[0]
     while not ticket.wait(max(0.0, since + timeout_s - time.monotonic())):
         if clock is not None and clock.latest[1] > since:
@@ -406,10 +443,6 @@ def pause(seconds: float) -> None:
 
 def _unanswered(what: str, timeout_s: float, hint: str) -> StalledError:
     return StalledError(f"{what} did not answer within {timeout_s:g} s", hint=hint)
-
-
-def _no_thread(what: str, error: RuntimeError) -> StalledError:
-    return StalledError(f"{what} cannot be asked now: {error}", hint="Try again later")
 
 
 _looking = threading.Lock()

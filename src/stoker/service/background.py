@@ -96,12 +96,9 @@ class CachedValue(Generic[T]):
             return True
         if not self._asking:
             try:
-                self._pool.submit(self._find_out)
-            except RuntimeError as error:  # no thread can be started
-                self._tried = time.monotonic()
-                self._error = StalledError(
-                    f"{self._what} cannot be asked now: {error}", hint="Try again later"
-                )
+                self._pool.submit(self._find_out, self._what)
+            except ResourceError as error:  # no thread can be started
+                self._tried, self._error = time.monotonic(), error
                 return True
             self._asking, self._asked_at = True, time.monotonic()
         return False
@@ -189,6 +186,7 @@ class Operations:
                 remembered, since the caller knows its outcome.
         Raises:
             ConflictError: The same work is running already, or the limit of operations is reached.
+            ResourceError: No thread can be started.
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
@@ -204,12 +202,12 @@ class Operations:
             for name in ended[: max(0, len(self._all) - KEPT)]:
                 del self._all[name]
         try:
-            self._pool.submit(partial(self._run, running, work))
-        except RuntimeError as error:  # no thread can be started, so the slot is free again
+            self._pool.submit(partial(self._run, running, work), what)
+        except ResourceError:  # no thread can be started, so the slot is free again
             with self._lock:
                 self._threads -= 1
                 del self._all[running.operation.id]
-            raise ResourceError(f"{what} cannot be started: {error}", hint="Try again later") from None
+            raise
         running.done.wait(min(wait_s, self._timeout_s))
         if raises and running.done.is_set():
             with self._lock:

@@ -15,6 +15,7 @@ from stoker.sources.protocol import Part, PartedSource, SourceIdentity
 from stoker.store.cache import Cache, open_cache
 from stoker.store.format import RECIPE_FILE
 from stoker.store.remote import is_url
+from stoker.store.storage import resolve_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class CacheSource(PartedSource[_Records]):
     Samples that were quarantined are left out. Quantized fields and bfloat16 are read as float32.
 
     Args:
-        caches: A cache, its folder or URL, a folder that holds caches by name, or a list of these. Of
-            several fingerprints of a name, the newest complete one is taken.
+        caches: A cache, its folder, a folder that holds caches by name, the URL of either, or a list of
+            these. Of several fingerprints of a name, the newest complete one is taken.
 
     Raises:
         FormatError: On first use: there is no cache.
@@ -143,9 +144,8 @@ class CacheSource(PartedSource[_Records]):
 def _caches_of(given: Cache | str | os.PathLike[str]) -> list[Cache]:
     if isinstance(given, Cache):
         return [given]
-    if is_url(place := os.fspath(given)):
-        return [open_cache(place)]
-    folder = Path(place).expanduser()
+    place = os.fspath(given)
+    folder = resolve_local(place) if is_url(place) else Path(place).expanduser()
     names = {recipe.parent.parent for recipe in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")}
     return [open_cache(path) for path in sorted(names or {folder})]
 

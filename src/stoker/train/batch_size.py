@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stoker.errors import ConfigError, ResourceError
+from stoker.plan.resources import is_out_of_memory
 
 # ----------------------------------------------------------------------------------------------------------
 # A model, what trains it, and the random numbers, as they were before: each bit, and at the same place.
@@ -220,8 +221,8 @@ def _try(
         if torch.cuda.is_initialized():
             # A GPU reports an error late: one of this step must not be taken for one of the next.
             torch.cuda.synchronize(_gpu_of(model))
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+    except (RuntimeError, MemoryError, ResourceError) as error:
+        if not is_out_of_memory(error):
             raise
         fits = False
     return fits
@@ -238,15 +239,6 @@ def _let_go() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Return True if an error says that memory is short: torch's own, Python's, or the CPU allocator's."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    )
 
 
 def _repeated(batches: Iterable[Any]) -> MakeBatch:

@@ -24,12 +24,13 @@ from stoker.errors import ConfigError
 from stoker.extras.compat.settings import device_or_cpu
 from stoker.loader import Loader
 from stoker.loader.outputs import Normalization
+from stoker.plan.resources import is_out_of_memory
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import Cache
 from stoker.store.format import record_bytes
-from stoker.train.batch_size import disable_torch_compile, find_batch_size, out_of_memory
+from stoker.train.batch_size import disable_torch_compile, find_batch_size
 
 disable_compile_for_debug = disable_torch_compile
 """The same: the earlier system kept `disable_torch_compile` in a module of this name."""
@@ -330,7 +331,7 @@ def find_optimal_batch_size(
         try:
             run(model, batch)
         except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 log.info("batch size %d does not fit", count)
             raise
         if count not in said:

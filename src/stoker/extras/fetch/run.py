@@ -45,7 +45,7 @@ from stoker.runtime.disk import explain_disk_errors, free_space
 from stoker.runtime.files import PartialFile, make_folder, new_digest, replace_atomically
 from stoker.runtime.jsonio import as_object, read_object
 from stoker.runtime.locks import FileLock
-from stoker.runtime.threads import RetryPolicy
+from stoker.runtime.threads import RetryPolicy, launch_thread
 from stoker.schema import Json
 from stoker.units import MIB, format_seconds
 
@@ -169,7 +169,7 @@ class FetchAttempt:
         """Start; `woken` is called in the thread at its end."""
         self._woken = woken
         self.since = time.monotonic()
-        self._thread.start()
+        launch_thread(self._thread, f"fetching {self.wanted.name}")
 
     def give_up(self) -> bool:
         """Let it write nothing more, even if its thread never ends; False: it hangs while writing."""

@@ -23,7 +23,6 @@ from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.extras.simulation.result import Simulation
-    from stoker.extras.simulation.scenario import Order
     from stoker.plan.trials import Interval
     from stoker.precompute.measure import Trial
     from stoker.run.build import CacheJob
@@ -138,10 +137,13 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
         "cores": here.cpus,
     }
     notes: list[str] = []
-    order, setting = _order_of(run)
-    known["order"] = order
-    if order != "full" and "order" not in given:
-        notes.append(f"order={order}, of {setting}")
+    known |= (order := _order_of(run))
+    for name, value in order.items():
+        if value not in (True, "global") and name not in given:
+            said = str(value).lower()
+            notes.append(
+                f"{name}={said}, of training.{name}={str(getattr(run.config.training, name)).lower()}"
+            )
     if not {"host_memory", "cores"} <= given:
         notes.append(f"{format_bytes(here.host_bytes)} of memory and {here.cpus:g} cores, as here")
     step_s = last_step_s(run, located.recipe.schema)
@@ -167,17 +169,14 @@ def find_known(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
     return known, notes
 
 
-def _order_of(run: Run) -> tuple[Order, str]:
-    """Return the order that a configuration trains in, and the setting that says so."""
+def _order_of(run: Run) -> dict[str, Any]:
+    """Return how a configuration shuffles and divides, as fields of a scenario."""
     from stoker.loader.order import order_text
 
     training = run.config.training
-    if training.partition != "global":
-        return "static", f"training.partition={training.partition}"
     kind = order_text(training.shuffle, training.partition)
-    # In the order of storage neighbors are used together, as in block order.
-    near = kind.startswith(("block", "sequential"))
-    return "block" if near else "full", f"training.shuffle={str(training.shuffle).lower()}"
+    shuffle = "block" if kind.startswith("block") else not kind.startswith("sequential")
+    return {"shuffle": shuffle, "partition": "global" if training.partition == "global" else "static"}
 
 
 def _examples_of_one(run: Run, schema: Schema) -> int:

@@ -371,7 +371,7 @@ def _say_blocks(scenario: Scenario) -> str:
     size, moved = format_bytes(scenario.taken_bytes), format_bytes(scenario.fetched_bytes)
     return (
         f", each read of {size} moves {moved} in blocks, {times:.1f} times as much: "
-        "order=block uses neighbors, fetch=1B is a mounted folder"
+        "shuffle=block uses neighbors, fetch=1B is a mounted folder"
     )
 
 

@@ -14,8 +14,11 @@ from stoker.plan.rates import BatchLoad, Rates
 from stoker.plan.trials import Interval
 from stoker.units import SIZES, TIMES
 
+Shuffle: TypeAlias = bool | Literal["block"]
+SHUFFLES: Mapping[str, Shuffle] = {"true": True, "block": "block", "false": False}
+Partition: TypeAlias = Literal["global", "static"]
+PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 Order: TypeAlias = Literal["full", "block", "static"]
-ORDERS: tuple[Order, ...] = get_args(Order)
 LOCAL = "local"
 """The name of a store that is each node's own disk; every other one is reached over the network."""
 
@@ -132,7 +135,10 @@ class Scenario:
     example_bytes: float | None = None
     """Bytes that one takes out of a tier; None: its record's."""
     epochs: int = 10
-    order: Order = "full"
+    shuffle: Shuffle = True
+    """As of a loader."""
+    partition: Partition = "global"
+    """As of a loader; with `"static"`, each rank shuffles its part."""
     step_spread: float = 0.0
     """Standard deviation of a step's time between ranks and steps, as a part of it."""
     sync_s: float = 0.0
@@ -187,8 +193,11 @@ class Scenario:
                 f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world_size:,} ranks",
                 hint=f"Expected {MOST_RANKS:,} at most",
             )
-        if self.order not in ORDERS:
-            raise ConfigError(f"order {self.order!r} is unknown", hint=f"Expected {', '.join(ORDERS)}")
+        if self.shuffle not in SHUFFLES.values():
+            raise ConfigError(f"shuffle {self.shuffle!r} is unknown", hint="Expected True, 'block' or False")
+        if self.partition not in PARTITIONS:
+            expected = ", ".join(PARTITIONS)
+            raise ConfigError(f"partition {self.partition!r} is unknown", hint=f"Expected {expected}")
         if self.shared and not self.network_bytes_s:
             raise ConfigError(
                 f"store={self.store} is reached over the network, whose rate is not known",
@@ -209,6 +218,14 @@ class Scenario:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.gpus
+
+    @property
+    def order(self) -> Order:
+        """What is asked for together: anything, neighbors, or a rank's own part."""
+        if self.partition == "static":
+            return "static"
+        # In the order of storage neighbors are used together, as in blocks.
+        return "full" if self.shuffle is True else "block"
 
     @property
     def shared(self) -> bool:
@@ -396,9 +413,15 @@ def _split(text: str) -> tuple[float, str]:
     return value, match[2]
 
 
-def _order(text: str) -> Order:
-    if text not in ORDERS:
-        raise ConfigError(f"{text!r} is unknown", hint=f"Expected {', '.join(ORDERS)}")
+def _shuffle(text: str) -> Shuffle:
+    if text not in SHUFFLES:
+        raise ConfigError(f"{text!r} is unknown", hint=f"Expected {', '.join(SHUFFLES)}")
+    return SHUFFLES[text]
+
+
+def _partition(text: str) -> Partition:
+    if text not in PARTITIONS:
+        raise ConfigError(f"{text!r} is unknown", hint=f"Expected {', '.join(PARTITIONS)}")
     return text
 
 
@@ -442,7 +465,8 @@ KEYS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
     "examples": ("examples", count, "of an epoch"),
     "example_bytes": ("example_bytes", size, "that one takes out of a record"),
     "epochs": ("epochs", count, "of the run"),
-    "order": ("order", _order, "full, block or static"),
+    "shuffle": ("shuffle", _shuffle, "true, block or false, as of a loader"),
+    "partition": ("partition", _partition, "global or static: each rank keeps one part"),
     "step": ("step_s", seconds, "of computing, loading left out"),
     "step_spread": ("step_spread", part, "of its length between ranks and steps"),
     "sync": ("sync_s", seconds, "after each step, for the sum of gradients"),

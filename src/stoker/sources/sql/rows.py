@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ResourceError
+from stoker.errors import ResourceError, arg
 from stoker.units import format_bytes
 
 # ----------------------------------------------------------------------------------------------------------
@@ -310,12 +311,18 @@ class Spill:
     """Rows as bytes; first appended, then read by index."""
 
     def __init__(self, folder: str | None = None) -> None:
+        """Make the file in a folder; None: in the system's for temporary files.
+
+        Raises:
+            ResourceError: The file cannot be made there, or the disk is full.
+        """
+        self._folder = folder
         try:
             self._file = tempfile.TemporaryFile(prefix="stoker-rows-", dir=folder)  # noqa: SIM115
         except OSError as error:
             raise ResourceError(
-                f"no file for rows in {folder or tempfile.gettempdir()}: {error.strerror}",
-                hint="Give spill_dir=",
+                f"no file for rows in {folder or 'the folder for temporary files'}: {error.strerror}",
+                hint=self._elsewhere(),
             ) from error
         weakref.finalize(self, self._file.close)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -342,8 +349,7 @@ class Spill:
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         self._write(bytes(-(_TOKEN_BYTES + self.size_bytes) % 8))
-        self._write(offsets.tobytes())
-        self._file.flush()
+        self._write(offsets.tobytes(), flush=True)
         self._lengths = []
         self._open(self._file.fileno(), len(lengths))
 
@@ -459,14 +465,25 @@ class Spill:
         self._map = mapped
         self._offsets = np.frombuffer(mapped, np.int64, rows + 1, begin)
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _elsewhere(self) -> str:
+        """Return a hint: how to have the file in another folder."""
+        given = arg("spill_dir", ..., call="SQLSource")
+        if self._folder is not None:
+            return f"Give {given} on a larger disk"
+        return f"Set TMPDIR to a folder on a larger disk (in Python {given} does it too)"
+
+    def _write(self, data: bytes | memoryview, *, flush: bool = False) -> None:
         try:
             self._file.write(data)
+            if flush:
+                self._file.flush()
         except OSError as error:
+            with suppress(OSError):  # it tries to write what is buffered once more
+                self._file.close()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise ResourceError(
-                f"rows of {format_bytes(self.size_bytes + len(data))} and more do not fit in the folder for "
-                f"temporary files: {error.strerror}",
-                hint="Give spill_dir= on a larger disk, or read fewer columns",
+                f"rows of {format_bytes(self.size_bytes + len(data))} and more do not fit in "
+                f"{self._folder or tempfile.gettempdir()}: {error.strerror}",
+                hint=f"{self._elsewhere()}, or read fewer columns",
             ) from error
