@@ -117,10 +117,68 @@ def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> 
     page.get_by_text("epoch 2 of 3").first.wait_for()
 
     page.get_by_role("img", name="Loss by epoch; last: training 1, validation 0.5").wait_for()
+    titles = page.locator(".chart h3").all_text_contents()
+    assert titles == ["Loss", "Validation error (m)", "Stall and GPU (%)"], "those that rows have numbers for"
     page.get_by_role("img", name="Records by tier: device 300 records, disk 100 records").wait_for()
     queue.finish(attempt, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
     page.locator("#job .state", has_text="completed").wait_for()
     page.get_by_role("button", name="Continue").wait_for()
+
+
+ZOOM = "() => plots.map((plot) => [plot.scales.x.min, plot.scales.x.max])"
+SHOWN = "() => plots[0].series.map((line) => line.show)"
+
+
+def test_a_new_epoch_and_a_resize_leave_zoom_and_hidden_lines(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "zoomed")
+    queue.report(attempt, [metrics(n) for n in range(1, 31)], 1)
+    page.goto(f"/jobs/{id}")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.evaluate("plots[0].setScale('x', {min: 10, max: 15}); plots[0].setSeries(1, {show: false})")
+
+    def as_chosen() -> None:
+        zoom = page.evaluate(ZOOM)
+        assert zoom[0] == [10, 15]
+        assert zoom[1][1] == page.evaluate("rows.at(-1).epoch"), "one that was not zoomed shows all"
+        assert page.evaluate(SHOWN) == [True, False, True]
+
+    queue.report(attempt, [metrics(31)], 2)
+    page.get_by_role("img", name=f"Loss by epoch; last: training {2 / 31:.4g}").wait_for()
+    as_chosen()
+    before = page.evaluate("plots[0].width")
+    page.set_viewport_size({"width": 600, "height": 800})
+    page.wait_for_function("plots[0].width !== " + str(before))
+    as_chosen()
+
+
+def test_a_log_that_is_read_stays_where_it_is(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "read")
+    log = running.services.folder.job(id).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(f"line {n}\n" for n in range(1, 199)))
+    page.goto(f"/jobs/{id}")
+
+    def first_seen() -> str:
+        """The line at the upper edge of the log."""
+        edge = "(lines.scrollTop / parseFloat(getComputedStyle(lines).lineHeight))"
+        return page.evaluate(f"lines.textContent.split('\\n')[Math.round({edge})]")
+
+    def epoch(n: int) -> None:
+        with log.open("a") as file:
+            file.write(f"written in epoch {n}\n")
+        queue.report(attempt, [metrics(n)], n)
+        page.locator("#job", has_text=f"epoch {n} of 3").wait_for()
+        page.locator("#lines", has_text=f"written in epoch {n}").wait_for()
+        page.wait_for_timeout(300)  # the other part of the page comes at its own time
+
+    assert page.evaluate("lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8")
+    page.evaluate("lines.scrollTop = 40 * parseFloat(getComputedStyle(lines).lineHeight)")
+    for n in (1, 2, 3, 4):  # from the third on lines at the top leave the page
+        epoch(n)
+        assert first_seen() == "line 41"
+    page.evaluate("lines.scrollTop = lines.scrollHeight")
+    epoch(5)
+    assert page.evaluate("lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8")
 
 
 def test_pause_resume_and_cancel(running: Running, page: Any) -> None:

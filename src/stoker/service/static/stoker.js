@@ -123,10 +123,17 @@ function follow(address) {
 // Curves.
 
 const drawn = document.getElementById("drawn");
-const charts = drawn ? JSON.parse(drawn.textContent).charts : [];
-const rows = drawn ? JSON.parse(drawn.textContent).rows : [];
+const {charts: known, rows} = drawn ? JSON.parse(drawn.textContent) : {charts: [], rows: []};
 const holder = document.getElementById("charts");
+let charts = [];
 let plots = [];
+
+// The charts and lines that the rows have numbers for.
+function charted() {
+  const there = new Set(rows.flatMap((row) => Object.keys(row)));
+  return known.map((chart) => ({...chart, series: chart.series.filter((one) => there.has(one.name))}))
+    .filter((chart) => chart.series.length > 0);
+}
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -148,9 +155,20 @@ function summary(chart) {
   return `${chart.title} by epoch; last: ${parts.join(", ")}`;
 }
 
+// The part of the x axis that somebody has chosen with the mouse; null: all of it.
+function zoomOf(plot) {
+  const [x, {min, max}] = [plot.data[0], plot.scales.x];
+  return x.length && (min > x[0] || max < x[x.length - 1]) ? {min, max} : null;
+}
+
 function draw() {
   if (!holder) return;
+  const before = new Map(plots.map((plot, i) => {
+    const hidden = charts[i].series.filter((_one, line) => !plot.series[line + 1].show).map((one) => one.name);
+    return [charts[i].title + charts[i].unit, {zoom: zoomOf(plot), hidden}];
+  }));
   plots.forEach((plot) => plot.destroy());
+  charts = charted();
   holder.replaceChildren();
   document.getElementById("no-curves").hidden = rows.length > 0;
   if (!rows.length) return;
@@ -168,16 +186,20 @@ function draw() {
   });
   plots = charts.map((chart, i) => {
     const canvas = places[i];
+    const {zoom, hidden} = before.get(chart.title + chart.unit) || {zoom: null, hidden: []};
     const axis = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line")}};
-    return new uPlot({
+    const plot = new uPlot({
       width: canvas.clientWidth, height: 180, scales: {x: {time: false}},
       legend: {live: false, markers: {width: 3}},
       cursor: {drag: {x: true, y: false}},
       axes: [axis, {...axis, size: 64, values: (_plot, ticks) => ticks.map(shown)}],
       series: [{label: "epoch"}, ...chart.series.map((one, line) => ({
         label: one.label, stroke: colour(COLOURS[line]), width: 2, spanGaps: true, points: {show: rows.length < 3, size: 7},
+        show: !hidden.includes(one.name),
       }))],
     }, points(chart), canvas);
+    if (zoom) plot.setScale("x", zoom);
+    return plot;
   });
 }
 
@@ -190,13 +212,17 @@ function addRow(row) {
   const at = rows.findIndex((one) => one.epoch >= row.epoch);
   if (at < 0) rows.push(row);
   else rows.splice(at, rows[at].epoch === row.epoch ? 1 : 0, row);
-  if (rows.length === 1) location.reload(); // the service knows which curves such rows have
-  if (rows.length < 4) {
+  const lines = (some) => some.flatMap((chart) => chart.series).length;
+  if (rows.length < 4 || lines(charted()) > lines(charts)) {
     draw();
     return;
   }
   plots.forEach((plot, i) => {
-    plot.setData(points(charts[i]));
+    const zoom = zoomOf(plot);
+    plot.batch(() => {
+      plot.setData(points(charts[i]), !zoom);
+      if (zoom) plot.setScale("x", zoom);
+    });
     plot.root.parentElement.setAttribute("aria-label", summary(charts[i]));
   });
 }
@@ -378,20 +404,42 @@ document.addEventListener("htmx:responseError", (event) => {
   if (event.detail.xhr.status === 404) location.assign("/");
 });
 
-// The log stays at its end, where somebody left it there.
+// The log stays at its end where somebody left it there, and else at the lines that are read.
 
-let atEnd = true;
-document.addEventListener("htmx:beforeSwap", (event) => {
-  const lines = event.target.querySelector && event.target.querySelector("#lines");
-  if (lines) atEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
-});
+let reading = {atEnd: true, top: 0, text: ""};
 
-function toEnd() {
-  const lines = document.getElementById("lines");
-  if (lines && atEnd) lines.scrollTop = lines.scrollHeight;
+function logOf(event) { // htmx dispatches some events at the new elements, so the part is in the detail
+  return event.detail.target.querySelector("#lines");
 }
 
-document.addEventListener("htmx:afterSwap", toEnd);
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const lines = logOf(event);
+  if (!lines) return;
+  const {scrollTop: top, clientHeight, scrollHeight, textContent: text} = lines;
+  reading = {atEnd: top + clientHeight >= scrollHeight - 8, top, text};
+});
+
+// Lines at the top of `before` that `after` does not have any more: a page has only the last lines of a log.
+function dropped(before, after) {
+  let at = 0;
+  let count = 0;
+  while (!after.startsWith(before.slice(at))) {
+    at = before.indexOf("\n", at) + 1;
+    if (!at) return 0;
+    count += 1;
+  }
+  return count;
+}
+
+function place(lines) {
+  const gone = dropped(reading.text, lines.textContent) * parseFloat(getComputedStyle(lines).lineHeight);
+  lines.scrollTop = reading.atEnd ? lines.scrollHeight : reading.top - gone;
+}
+
+document.addEventListener("htmx:afterSwap", (event) => {
+  const lines = logOf(event);
+  if (lines) place(lines);
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 let width = innerWidth;
 addEventListener("resize", () => {
@@ -402,6 +450,7 @@ addEventListener("resize", () => {
 });
 
 draw();
-toEnd();
+const log = document.getElementById("lines");
+if (log) place(log);
 const followed = document.querySelector("[data-events]");
 if (followed) follow(followed.dataset.events);
