@@ -14,7 +14,7 @@ import pytest
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
-from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
 CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -104,6 +104,38 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Runnin
 
     job = running.services.jobs.list()[0]
     assert (job.name, job.epochs, job.config["dataset_ids"]) == ("from the form", 7, CONFIG["dataset_ids"])
+
+
+def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, page: Any) -> None:
+    note(running.services, "00000000-0000-4000-8000-00000000000f", "flow", "hdf5", {"path": "flow.hdf5"})
+    page.goto("/jobs/new")
+    page.get_by_text("More settings", exact=True).click()
+    sets = page.locator("#dataset_ids")
+    sets.select_option(CONFIG["dataset_ids"][0])
+    page.get_by_label("max gdop").fill("4")
+    assert not page.get_by_label("settings", exact=True).is_visible()
+
+    sets.select_option("00000000-0000-4000-8000-00000000000f")
+    assert page.get_by_label("settings", exact=True).is_visible()
+    assert not page.get_by_label("max gdop").is_visible()
+    assert "max_gdop" not in page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+
+    sets.select_option(CONFIG["dataset_ids"][0])
+    assert page.evaluate("bodyOf(document.querySelector('.new'), null).config.max_gdop") == 4
+
+
+@pytest.mark.parametrize("path", ["/", "/datasets", "/caches"])
+def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any, path: str) -> None:
+    claimed(running, "on a phone")
+    two_caches(running)
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(path)
+    labels = page.evaluate(
+        "[...document.querySelectorAll('.list tbody tr')].map((row) => [...row.cells].slice(1)"
+        ".filter((cell) => cell.checkVisibility()).map((cell) => getComputedStyle(cell, '::before').content))"
+    )
+    assert labels
+    assert all(len(row) >= 4 and all(len(label) > len('""') for label in row) for row in labels), labels
 
 
 def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> None:

@@ -156,6 +156,28 @@ def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browse
         assert "https://" not in text
 
 
+def test_no_page_shows_values_as_python_writes_them(running: Running, browser: httpx.Client) -> None:
+    spec: dict[str, Any] = {"dataset_ids": ["radio"], "min_snr_db": None, "preload_to_gpu": True, "settings": {}}
+    id = running.services.jobs.create(spec, name="plain", epochs=3)[0].id
+    queue = JobQueue(running.services.database)
+    attempt = queue.take("worker")
+    while attempt is not None and attempt.job.id != id:
+        attempt = queue.take("worker")
+    assert attempt is not None
+    row = {"epoch": 12345, "val_loss": None, "stopped": True, "train_loss": 0.25}
+    queue.report(attempt, [Line(kind="metrics", data=row)], 1)
+    mark = cached_rows(running.services.folder.caches, "plain")
+    other = cached_rows(running.services.folder.caches, "plain", 2)
+
+    for path in (f"/jobs/{id}", f"/caches/plain/{mark}?other={other}", "/machine"):
+        text = browser.get(path).text.split('id="drawn">')[-1]
+        assert not re.search(r">\s*(None|True|False|\{\}|\[\])\s*<|\[&#39;|&#39;\]", text), path
+    page = browser.get(f"/jobs/{id}").text
+    assert '<th scope="row">dataset_ids</th><td>radio</td>' in page
+    assert '<th scope="row">preload_to_gpu</th><td>yes</td>' in page
+    assert '<td class="num">12345</td>' in page, "not 1.234e+04"
+
+
 def test_what_is_not_there_is_a_page_that_says_so(browser: httpx.Client) -> None:
     for path in (
         "/jobs/none",
@@ -273,6 +295,8 @@ def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser
     assert 'name="config.early_stop_patience"' in text
     assert 'name="config.batch_size" type="number" data-kind="integer" step="1" min="1" max="1024"' in text
     assert "n_mels" not in text
+    assert 'data-path="config.max_gdop" data-kinds="radio"' in text
+    assert 'data-path="config.epochs">' in text
 
 
 def test_vendored_scripts_come_with_their_licences() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -29,7 +30,7 @@ from stoker.errors import NotFoundError, ResourceError, SourceError, StalledErro
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.job_config import WITHOUT_EFFECT, JobConfig
+from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
 from stoker.service.models import status_of
 from stoker.service.security import SESSION_S
@@ -88,6 +89,8 @@ class FormField:
     lowest: float | None = None
     highest: float | None = None
     needed: bool = False
+    kinds: tuple[str, ...] = ()
+    """Kinds of data sets that it applies to; empty: all."""
 
 
 def actions(job: Job) -> list[tuple[str, str]]:
@@ -190,7 +193,7 @@ def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return text_of(value)
     return format_count(value) if isinstance(value, int) else number(value)
 
 
@@ -220,7 +223,18 @@ def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
         lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
         highest=chosen.get("maximum"),
         needed=needed,
+        kinds=kinds_of(name),
     )
+
+
+def kinds_of(field: str) -> tuple[str, ...]:
+    """Return the kinds of data sets that a field of `JobConfig` applies to; empty if it applies to all.
+
+    >>> kinds_of("max_gdop"), kinds_of("epochs")
+    (('radio',), ())
+    """
+    kinds = tuple(kind for kind, unused in UNUSED_FIELDS.items() if field not in unused)
+    return () if len(kinds) == len(UNUSED_FIELDS) else kinds
 
 
 def number(value: float | None) -> str:
@@ -230,6 +244,21 @@ def number(value: float | None) -> str:
     ('0.1235', '–', '1.235e+06')
     """
     return "–" if value is None else f"{value:.4g}"
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a setting, a recipe or a sample as text; an en dash where it is empty.
+
+    >>> [text_of(one) for one in (True, None, {}, ["a", 1], {"a": None}, 0.001)]
+    ['yes', '–', '–', 'a, 1', '{"a": null}', '0.001']
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (isinstance(value, dict | list | tuple) and not value):
+        return "–"
+    if isinstance(value, list | tuple) and not any(isinstance(one, dict | list | tuple) for one in value):
+        return ", ".join(map(text_of, value))
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def ago(seconds: float) -> str:
@@ -253,6 +282,7 @@ FILTERS = {
     "percent": format_percent,
     "seconds": format_seconds,
     "tone": tone,
+    "value": text_of,
 }
 """Filters of the templates."""
 
@@ -612,5 +642,5 @@ def _flat(entries: Any, before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict) and value:
             rows += _flat(value, f"{before}{name}.")
         else:
-            rows.append((f"{before}{name}", str(value)))
+            rows.append((f"{before}{name}", text_of(value)))
     return rows

@@ -246,7 +246,7 @@ function bodyOf(form, pressed) {
   const body = {};
   const fields = [...form.elements].filter((field) => field.name && (field.tagName !== "BUTTON" || field === pressed));
   for (const field of fields) {
-    const value = valueOf(field);
+    const value = field.disabled ? undefined : valueOf(field);
     if (value === undefined) continue;
     const path = field.name.split(".");
     const last = path.pop();
@@ -381,6 +381,23 @@ document.addEventListener("submit", async (event) => {
     if (pressed) pressed.disabled = false;
   }
 });
+
+// Fields that do not apply to the chosen data sets are hidden, and not sent.
+
+const sets = document.getElementById("dataset_ids");
+
+function fit() {
+  const kinds = [...sets.selectedOptions].map((option) => option.dataset.of);
+  for (const field of document.querySelectorAll("[data-kinds]")) {
+    field.hidden = kinds.length > 0 && !kinds.some((kind) => field.dataset.kinds.split(" ").includes(kind));
+    field.querySelector("input, select").disabled = field.hidden;
+  }
+}
+
+if (sets && sets.selectedOptions) {
+  sets.addEventListener("change", fit);
+  fit();
+}
 
 // Forms that early.js has kept.
 document.removeEventListener("submit", keep);
