@@ -155,6 +155,8 @@ def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> 
     queue.finish(attempt, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
     page.locator("#job .state", has_text="completed").wait_for()
     page.get_by_role("button", name="Continue").wait_for()
+    page.get_by_text("As a table").click()
+    page.get_by_role("region", name="Epochs").get_by_role("row").nth(3).wait_for()
 
 
 ZOOM = "() => plots.map((plot) => [plot.scales.x.min, plot.scales.x.max])"

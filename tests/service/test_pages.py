@@ -18,8 +18,7 @@ from stoker.errors import ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.client import ServiceClient
-from stoker.service.database import WAITING_STATES
-from stoker.service.jobs import JobQueue, Line
+from stoker.service.jobs import JobAttempt, JobQueue, Line
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
@@ -54,6 +53,15 @@ def browser(running: Running) -> Iterator[httpx.Client]:
 def made(running: Running, name: str) -> str:
     """A job that waits."""
     return running.services.jobs.create(CONFIG, name=name, epochs=3, dataset_ids=CONFIG["dataset_ids"])[0].id
+
+
+def taken(running: Running, id: str) -> tuple[JobQueue, JobAttempt]:
+    """A worker has the job; those before it have workers too."""
+    queue = JobQueue(running.services.database)
+    while (attempt := queue.take("worker")) is not None:
+        if attempt.job.id == id:
+            return queue, attempt
+    pytest.fail(f"job {id} does not wait")
 
 
 def test_pages_without_anything_say_what_to_type(browser: httpx.Client) -> None:
@@ -157,13 +165,9 @@ def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browse
 
 
 def test_no_page_shows_values_as_python_writes_them(running: Running, browser: httpx.Client) -> None:
-    spec: dict[str, Any] = {"dataset_ids": ["radio"], "min_snr_db": None, "preload_to_gpu": True, "settings": {}}
-    id = running.services.jobs.create(spec, name="plain", epochs=3)[0].id
-    queue = JobQueue(running.services.database)
-    attempt = queue.take("worker")
-    while attempt is not None and attempt.job.id != id:
-        attempt = queue.take("worker")
-    assert attempt is not None
+    spec: dict[str, Any] = {"min_snr_db": None, "preload_to_gpu": True, "settings": {}}
+    id = running.services.jobs.create({"dataset_ids": ["radio"], **spec}, name="plain", epochs=3)[0].id
+    queue, attempt = taken(running, id)
     row = {"epoch": 12345, "val_loss": None, "stopped": True, "train_loss": 0.25}
     queue.report(attempt, [Line(kind="metrics", data=row)], 1)
     mark = cached_rows(running.services.folder.caches, "plain")
@@ -309,13 +313,8 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.service.pages.EPOCHS_SHOWN", 10)
-    for waiting in running.services.jobs.list(limit=1000):
-        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
     id = made(running, "long")
-    queue = JobQueue(running.services.database)
-    attempt = queue.take("w")
-    assert attempt is not None
-    assert attempt.job.id == id
+    queue, attempt = taken(running, id)
     lines = [Line(kind="metrics", data={"epoch": n, "accuracy": n / 100}) for n in range(1, 31)]
     queue.report(attempt, lines, position=1)
 
@@ -325,6 +324,25 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     assert [row["epoch"] for row in drawn["rows"]] == [*range(21, 31)]
     assert "Epochs 21 to 30" in page
     assert "accuracy" in {line["name"] for chart in drawn["charts"] for line in chart["series"]}
+
+
+def test_the_table_of_epochs_says_which_it_has(running: Running, browser: httpx.Client) -> None:
+    id = made(running, "table")
+    queue, attempt = taken(running, id)
+
+    def table(path: str) -> tuple[list[int], str]:
+        text = browser.get(path).text.split('id="epochs"')[-1].split("</table>")[0]
+        return [int(n) for n in re.findall(r'<tr><td class="num">(\d+)</td>', text)], text
+
+    queue.report(attempt, [Line(kind="metrics", data={"epoch": n, "val_loss": 1.0}) for n in (1, 2)], 1)
+    for path in (f"/jobs/{id}", f"/parts/jobs/{id}/epochs"):
+        assert table(path)[0] == [1, 2]
+        assert "The last" not in table(path)[1]
+    lines = [Line(kind="metrics", data={"epoch": n, "val_loss": 1.0}) for n in range(3, 131)]
+    queue.report(attempt, lines, 2)
+    for path in (f"/jobs/{id}", f"/parts/jobs/{id}/epochs"):
+        assert table(path)[0] == [*range(31, 131)]
+        assert "The last 100 epochs, 31 to 130" in table(path)[1]
 
 
 def seen_after_its_stream_was_refused(answer: object) -> Any:

@@ -399,6 +399,8 @@ PER_PAGE = 25
 LOG_LINES = 200
 EPOCHS_SHOWN = 5000
 """Newest rows of metrics that a page draws; a continued job may have more."""
+TABLE_EPOCHS = 100
+"""Newest epochs in the table below the curves."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
 USERS = 100
@@ -473,7 +475,7 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     drawn = {"charts": charts(), "rows": rows}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        log=_log(services, job_id), **context,
+        shown=TABLE_EPOCHS, log=_log(services, job_id), **context,
     )  # fmt: skip
 
 
@@ -481,6 +483,14 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
 def part_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     """Return state, buttons and figures of `show_job`."""
     return page(request, "parts/job.html", **_job(services, job_id))
+
+
+@router.get("/parts/jobs/{job_id}/epochs")
+def part_epochs(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return the newest epochs of a job as a table."""
+    job = services.jobs.get(job_id)
+    rows = services.jobs.metrics(job_id, limit=EPOCHS_SHOWN, after=max(0, job.epoch - TABLE_EPOCHS - 1))
+    return page(request, "parts/epochs.html", job=job, rows=rows, shown=TABLE_EPOCHS)
 
 
 @router.get("/parts/jobs/{job_id}/log")
