@@ -124,6 +124,22 @@ def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, 
     assert page.evaluate("bodyOf(document.querySelector('.new'), null).config.max_gdop") == 4
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_long_name_does_not_widen_a_list(running: Running, page: Any, width: int) -> None:
+    name = "n" * 200
+    claimed(running, name)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto("/")
+    link = page.get_by_role("link", name=name).first
+    link.wait_for()
+
+    assert link.get_attribute("title") == name
+    assert page.evaluate(
+        "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('.scroll'))"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.parametrize("path", ["/", "/datasets", "/caches"])
 def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any, path: str) -> None:
     claimed(running, "on a phone")
