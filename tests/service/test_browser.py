@@ -189,7 +189,7 @@ def test_a_new_epoch_and_a_resize_leave_zoom_and_hidden_lines(running: Running, 
     def as_chosen() -> None:
         zoom = page.evaluate(ZOOM)
         assert zoom[0] == [10, 15]
-        assert zoom[1][1] == page.evaluate("rows.at(-1).epoch"), "one that was not zoomed shows all"
+        assert zoom[1][1] == page.evaluate("runs[0].rows.at(-1).epoch"), "one that was not zoomed shows all"
         assert page.evaluate(SHOWN) == [True, False, True]
 
     queue.report(attempt, [metrics(31)], 2)
@@ -199,6 +199,45 @@ def test_a_new_epoch_and_a_resize_leave_zoom_and_hidden_lines(running: Running, 
     page.set_viewport_size({"width": 600, "height": 800})
     page.wait_for_function("plots[0].width !== " + str(before))
     as_chosen()
+
+
+def test_axes_are_chosen_and_stay_while_epochs_come(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "axes")
+    rows = [Line(kind="metrics", data={**metrics(n).data, "step": 50 * n}) for n in range(1, 12)]
+    queue.report(attempt, rows[:10], 1)
+    page.goto(f"/jobs/{id}")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.get_by_label("by", exact=True).select_option("step")
+    page.get_by_label("logarithmic").check()
+
+    queue.report(attempt, rows[10:], 2)
+    page.get_by_role("img", name=f"Loss by step; last: training {2 / 11:.4g}").wait_for()
+    assert page.evaluate("plots[0].data[0]") == [50 * n for n in range(1, 12)]
+    scales = page.evaluate("plots.map((plot) => plot.scales.y.distr)")
+    assert scales == [3, 3, 1], "a share may be 0"
+    page.get_by_label("by", exact=True).select_option("time")
+    assert page.evaluate("plots[0].data[0].every((x) => x >= 0 && x < 3600)")
+
+
+def test_charts_show_their_values_at_one_epoch_and_mark_the_best(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "hover")
+    row = lambda n, loss: Line(kind="metrics", data={**metrics(n).data, "val_loss": loss})  # noqa: E731
+    queue.report(attempt, [row(n, abs(n - 4) + 0.5) for n in range(1, 9)], 1)
+    page.goto(f"/jobs/{id}")
+    loss = page.locator(".chart", has_text="Loss")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.locator("#best", has_text="4").wait_for()
+
+    def legend(chart: int) -> list[str]:
+        return page.locator(".chart").nth(chart).locator(".u-value").all_text_contents()
+
+    assert legend(0) == ["8", "0.25", "4.5"], "without a cursor, the last"
+    over = loss.locator(".u-over").bounding_box()
+    page.mouse.move(over["x"] + over["width"] * 3 / 7, over["y"] + 20)
+    assert legend(0) == ["4", "0.5", "0.5"]
+    assert legend(1) == ["4", "2.5"], "the other charts follow"
+    queue.report(attempt, [row(9, 0.25)], 2)
+    page.locator("#best", has_text="9").wait_for()
 
 
 def test_a_log_that_is_read_stays_where_it_is(running: Running, page: Any) -> None:

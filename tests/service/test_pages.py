@@ -321,7 +321,7 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     page = browser.get(f"/jobs/{id}").text
     drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', page, re.DOTALL)[1])
 
-    assert [row["epoch"] for row in drawn["rows"]] == [*range(21, 31)]
+    assert [row["epoch"] for row in drawn["runs"][0]["rows"]] == [*range(21, 31)]
     assert "Epochs 21 to 30" in page
     assert "accuracy" in {line["name"] for chart in drawn["charts"] for line in chart["series"]}
 

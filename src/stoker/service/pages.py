@@ -177,6 +177,12 @@ def charts() -> list[dict[str, Any]]:
     ]
 
 
+def run_of(job: Job, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the script of a page draws of a job: its rows of metrics, its start and its best epoch."""
+    began = job.created if job.started is None else job.started
+    return {"name": job.name, "rows": rows, "began": began, "best": job.best_epoch, "loss": job.best_val_loss}
+
+
 def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the facts of a data set as names and texts; fields with shape and dtype.
 
@@ -472,7 +478,7 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     rows = services.jobs.metrics(
         job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN)
     )
-    drawn = {"charts": charts(), "rows": rows}
+    drawn = {"charts": charts(), "runs": [run_of(context["job"], rows)]}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
         shown=TABLE_EPOCHS, log=_log(services, job_id), **context,
