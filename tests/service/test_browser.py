@@ -240,6 +240,32 @@ def test_charts_show_their_values_at_one_epoch_and_mark_the_best(running: Runnin
     page.locator("#best", has_text="9").wait_for()
 
 
+def test_ticked_jobs_are_compared_with_a_line_each(running: Running, page: Any) -> None:
+    found = dict[str, tuple[JobAttempt, JobQueue]]()
+    for name, epochs in (("first of two", 4), ("second of two", 2)):
+        _, attempt, queue = claimed(running, name)
+        queue.report(attempt, [metrics(n) for n in range(1, epochs + 1)], 1)
+        found[name] = attempt, queue
+    page.goto("/")
+    page.get_by_label("Compare first of two").check()
+    attempt, queue = found["second of two"]
+    queue.report(attempt, [metrics(3)], 2)
+    page.get_by_role("row", name="second of two").get_by_text("3 of 3").wait_for()
+    page.get_by_label("Compare second of two").check()
+    assert page.get_by_label("Compare first of two").is_checked(), "news of a job keep what is ticked"
+    page.get_by_role("button", name="Compare").click()
+
+    name = f"Loss, validation by epoch; last: second of two {1 / 3:.4g}, first of two 0.25"
+    page.get_by_role("img", name=name).wait_for()
+    titles = page.locator(".chart h3").all_text_contents()
+    quantities = ["Loss, training", "Loss, validation", "Validation error, median (m)"]
+    assert titles == [*quantities, "Stall and GPU, stall (%)"]
+    for chart in range(4):
+        labels = page.locator(".chart").nth(chart).locator(".u-label").all_text_contents()
+        assert labels == ["epoch", "second of two", "first of two"]
+    assert page.evaluate("plots[1].data") == [[1, 2, 3, 4], [1, 1 / 2, 1 / 3, None], [1, 1 / 2, 1 / 3, 1 / 4]]
+
+
 def test_a_log_that_is_read_stays_where_it_is(running: Running, page: Any) -> None:
     id, attempt, queue = claimed(running, "read")
     log = running.services.folder.job(id).log
@@ -418,6 +444,7 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     running: Running, chromium: Any, scheme: str, width: int
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'stoker[browser]'")
+    other = claimed(running, "compared")[0]
     id, attempt, queue = claimed(running, "looked at")
     queue.report(attempt, [Line(kind="started", data=STARTED), *map(metrics, (1, 2, 3))], 1)
     first, _ = two_caches(running)
@@ -429,7 +456,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     names = {
         "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "datasets": "/datasets",
         "dataset": f"/datasets/{CONFIG['dataset_ids'][0]}", "caches": "/caches",
-        "cache": f"/caches/rows/{first}", "machine": "/machine", "missing": "/jobs/none",
+        "cache": f"/caches/rows/{first}", "compare": f"/jobs/compare?ids={id},{other}", "machine": "/machine",
+        "missing": "/jobs/none",
     }  # fmt: skip
     try:
         for name, path in names.items():
@@ -437,8 +465,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.goto(running.client.post(running.api("/login-codes")).json()["path"])
             page.goto(path)
             page.wait_for_load_state("domcontentloaded")
-            if name == "job":
-                page.get_by_role("img", name="Loss by epoch").wait_for()
+            if name in ("job", "compare"):
+                page.get_by_role("img", name="Loss").first.wait_for()
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

@@ -18,7 +18,8 @@ from stoker.errors import ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.client import ServiceClient
-from stoker.service.jobs import JobAttempt, JobQueue, Line
+from stoker.service.database import State
+from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
@@ -343,6 +344,51 @@ def test_the_table_of_epochs_says_which_it_has(running: Running, browser: httpx.
     for path in (f"/jobs/{id}", f"/parts/jobs/{id}/epochs"):
         assert table(path)[0] == [*range(31, 131)]
         assert "The last 100 epochs, 31 to 130" in table(path)[1]
+
+
+def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
+    running: Running, browser: httpx.Client
+) -> None:
+    jobs = running.services.jobs
+    same = {**CONFIG, "seed": 7, "settings": {"model.width": 64}}
+    good = jobs.create({**same, "learning_rate": 0.001}, name="good run", epochs=5)[0].id
+    bad = jobs.create({**same, "learning_rate": 0.01}, name=HOSTILE, epochs=5)[0].id
+    queue, attempt = taken(running, good)
+    for n in (1, 2, 3):
+        row = {"epoch": n, "val_loss": abs(n - 2) + 0.5, "p50_m": 10 * n}
+        queue.report(attempt, [Line(kind="metrics", data=row)], n)
+    queue, attempt = taken(running, bad)
+    queue.finish(attempt, Outcome(state=State.FAILED, error="the loss is <nan>"), lines=[], position=0)
+
+    text = browser.get(f"/jobs/compare?ids={good},{bad}").text
+
+    def row_of(name: str) -> list[str]:
+        found = re.search(rf'<th scope="row">{re.escape(name)}</th>(.*?)</tr>', text)
+        assert found, name
+        return re.findall(r"<td>(.*?)</td>", found[1])
+
+    assert row_of("Reason") == ["–", "the loss is &lt;nan&gt;"]
+    assert row_of("Best validation loss") == ["0.5 in epoch 2", "–"]
+    assert row_of("Validation error, median (m)") == ["20", "–"], "of the best epoch"
+    assert row_of("Epochs") == ["3 of 5", "0 of 5"]
+    assert row_of("learning_rate") == ["0.001", "0.01"]
+    assert '<th scope="row">seed</th>' not in text
+    assert '<th scope="row">settings.model.width</th>' not in text
+    assert HOSTILE not in text
+    assert text == browser.get(f"/jobs/compare?ids={good}&ids={bad}").text
+    table = browser.get("/parts/jobs").text
+    assert '<p class="why" title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+
+
+def test_only_two_to_eight_jobs_that_exist_are_compared(running: Running, browser: httpx.Client) -> None:
+    ids = [made(running, "many") for _ in range(9)]
+
+    for some in ([], ids[:1], [ids[0], ids[0]], ids):
+        answer = browser.get("/jobs/compare?ids=" + ",".join(some))
+        assert answer.status_code == 422
+        assert "Tick 2 to 8" in answer.text
+    assert browser.get(f"/jobs/compare?ids={ids[0]},none").status_code == 404
+    assert browser.get("/jobs/compare?ids=" + ",".join(ids[:8])).status_code == 200
 
 
 def seen_after_its_stream_was_refused(answer: object) -> Any:

@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import stoker
-from stoker.errors import NotFoundError, ResourceError, SourceError, StalledError, StokerError
+from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, inspect_cache, list_caches, why
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
@@ -181,6 +181,79 @@ def run_of(job: Job, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the script of a page draws of a job: its rows of metrics, its start and its best epoch."""
     began = job.created if job.started is None else job.started
     return {"name": job.name, "rows": rows, "began": began, "best": job.best_epoch, "loss": job.best_val_loss}
+
+
+def charts_by_quantity() -> list[dict[str, Any]]:
+    """Return the charts of `charts` with one quantity each, for a line per job."""
+    found: list[dict[str, Any]] = []
+    for chart in charts():
+        labels = [*dict.fromkeys(line["label"] for line in chart["series"])]
+        for label in labels:
+            title = chart["title"] if len(labels) == 1 else f"{chart['title']}, {label}"
+            series = [line for line in chart["series"] if line["label"] == label]
+            found.append({"title": title, "unit": chart["unit"], "series": series})
+    return found
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the settings that are not the same in all configurations: name, and the text in each.
+
+    >>> differences([{"seed": 0, "settings": {"a": 1}}, {"seed": 0, "settings": {}}])
+    [('settings.a', ['1', '–'])]
+    """
+    flat = [dict(_flat(config)) for config in configs]
+    names = dict.fromkeys(name for one in flat for name in one)
+    rows = [(name, [one.get(name, "–") for one in flat]) for name in names]
+    return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
+
+
+def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
+    """Return what came of jobs: name of a figure, and its text for each job; the best loss comes first.
+
+    Figures of `CHARTS` are those of the best epoch, or of the last without validation.
+    """
+    best = [
+        f"{number(job.best_val_loss)} in epoch {job.best_epoch}" if job.best_epoch else "–" for job in jobs
+    ]
+    kept = [
+        next((row for row in of_job if row["epoch"] == job.best_epoch), of_job[-1] if of_job else {})
+        for job, of_job in zip(jobs, rows, strict=True)
+    ]
+    found = [("Best validation loss", best)]
+    for chart in charts_by_quantity():
+        values = [
+            next((row[one["name"]] * one["factor"] for one in chart["series"] if _is_number(row, one)), None)
+            for row in kept
+        ]
+        if any(value is not None for value in values):
+            unit = f" ({chart['unit']})" if chart["unit"] else ""
+            found.append((chart["title"] + unit, [number(value) for value in values]))
+    took = [
+        "–" if job.started is None or job.ended is None else format_seconds(job.ended - job.started)
+        for job in jobs
+    ]
+    epochs = [f"{job.epoch} of {job.epochs}" for job in jobs]
+    return [
+        *found,
+        ("Epochs", epochs),
+        ("From start to end", took),
+        ("Tier", [job.tier or "–" for job in jobs]),
+    ]
+
+
+def _is_number(row: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    return isinstance(row.get(line["name"]), int | float)
+
+
+def thinned(rows: Sequence[Mapping[str, Any]], best: int | None, most: int) -> list[Mapping[str, Any]]:
+    """Return about `most` of the rows, evenly, with the first, the last and that of the epoch `best`.
+
+    >>> [row["epoch"] for row in thinned([{"epoch": n} for n in range(1, 10)], 6, 4)]
+    [1, 4, 6, 7, 9]
+    """
+    step = max(1, -(-len(rows) // most))
+    last = len(rows) - 1
+    return [row for i, row in enumerate(rows) if i % step == 0 or i == last or row["epoch"] == best]
 
 
 def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -407,6 +480,10 @@ EPOCHS_SHOWN = 5000
 """Newest rows of metrics that a page draws; a continued job may have more."""
 TABLE_EPOCHS = 100
 """Newest epochs in the table below the curves."""
+MOST_COMPARED = 8
+"""Jobs on one page."""
+POINTS_COMPARED = 1000
+"""Epochs that a page draws of each job that it compares."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
 USERS = 100
@@ -467,6 +544,39 @@ def show_form(request: Request, services: ServicesDep, dataset: str | None = Non
     chosen = dataset or (known[0].id if known else None)
     return page(
         request, "new.html", title="New job", first=first, more=more, datasets=known, chosen=chosen
+    )  # fmt: skip
+
+
+@router.get("/jobs/compare")
+def compare_jobs(
+    request: Request, services: ServicesDep, ids: Annotated[Sequence[str], Query()] = ()
+) -> Response:
+    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`."""
+    wanted = [*dict.fromkeys(id for part in ids for id in part.split(",") if id)]
+    if not 2 <= len(wanted) <= MOST_COMPARED:
+        raise ConfigError(
+            f"{len(wanted)} jobs are to be compared", hint=f"Tick 2 to {MOST_COMPARED} in the list of jobs"
+        )
+    jobs = [services.jobs.get(id) for id in wanted]
+    names = [job.name for job in jobs]
+    labels = [job.name if names.count(job.name) == 1 else f"{job.name} {job.id[:8]}" for job in jobs]
+    rows = [
+        services.jobs.metrics(job.id, limit=EPOCHS_SHOWN, after=max(0, job.epoch - EPOCHS_SHOWN))
+        for job in jobs
+    ]
+    runs = [
+        {**run_of(job, thinned(of_job, job.best_epoch, POINTS_COMPARED)), "name": label}
+        for job, of_job, label in zip(jobs, rows, labels, strict=True)
+    ]
+    datasets = {one.id: one.name for one in services.datasets.list(limit=500)}
+    configs = [
+        {**job.config, "epochs": job.epochs, "dataset_ids": [datasets.get(id, id) for id in job.dataset_ids]}
+        for job in jobs
+    ]
+    return page(
+        request, "compare.html", title="Compare jobs", jobs=jobs, labels=labels,
+        drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
+        outcomes=outcomes(jobs, rows), differences=differences(configs),
     )  # fmt: skip
 
 

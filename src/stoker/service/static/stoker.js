@@ -212,6 +212,7 @@ function ring(plot, chart) {
     ctx.strokeStyle = colour(COLOURS[line.hue % COLOURS.length]);
     ctx.fillStyle = colour("--panel");
     ctx.lineWidth = 2 * devicePixelRatio;
+    ctx.setLineDash([]); // not that of the line drawn last
     ctx.beginPath();
     ctx.rect(bbox.left - 9, bbox.top - 9, bbox.width + 18, bbox.height + 18);
     ctx.clip();
@@ -264,7 +265,7 @@ function draw(keepsZoom = true) {
     const {zoom, hidden} = before.get(chart.key) || {zoom: null, hidden: []};
     const plot = new uPlot({
       width: canvas.clientWidth, height: 180, scales: {x: {time: false}, y: {distr: chart.log ? 3 : 1}},
-      legend: {markers: {width: 3}},
+      legend: {markers: {width: 3, dash: (_plot, at) => (at && chart.lines[at - 1].hue >= COLOURS.length ? "dashed" : "solid")}},
       cursor: {drag: {x: true, y: false}, sync: {key: "charts", scales: ["x", null]}},
       axes: [
         {...line, incrs, values: (_plot, ticks) => ticks.map(text)},
