@@ -158,6 +158,7 @@ def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> 
     id, attempt, queue = claimed(running, "live")
     page.goto(f"/jobs/{id}")
     page.locator("#no-curves").wait_for()
+    assert not page.locator("#scales").is_visible(), "there is no axis yet"
 
     queue.report(attempt, [Line(kind="started", data=STARTED), metrics(1)], 1)
     page.get_by_text("epoch 1 of 3").first.wait_for()

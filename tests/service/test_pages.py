@@ -380,6 +380,22 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     assert '<p class="why" title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
 
 
+def test_curves_of_long_jobs_are_compared_with_fewer_points(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.service.pages.POINTS_COMPARED", 10)
+    long, short = made(running, "long one"), made(running, "short one")
+    queue, attempt = taken(running, long)
+    rows = [{"epoch": n, "val_loss": abs(n - 24) + 0.5} for n in range(1, 31)]
+    queue.report(attempt, [Line(kind="metrics", data=row) for row in rows], 1)
+
+    text = browser.get(f"/jobs/compare?ids={long},{short}").text
+    drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', text, re.DOTALL)[1])
+
+    assert [row["epoch"] for row in drawn["runs"][0]["rows"]] == sorted({*range(1, 31, 3), 24, 30})
+    assert "curves of long one;" in text
+
+
 def test_only_two_to_eight_jobs_that_exist_are_compared(running: Running, browser: httpx.Client) -> None:
     ids = [made(running, "many") for _ in range(9)]
 

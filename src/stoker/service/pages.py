@@ -576,6 +576,7 @@ def compare_jobs(
     return page(
         request, "compare.html", title="Compare jobs", jobs=jobs, labels=labels,
         drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
+        left_out=[label for label, of_job in zip(labels, rows, strict=True) if len(of_job) > POINTS_COMPARED],
         outcomes=outcomes(jobs, rows), differences=differences(configs),
     )  # fmt: skip
 

@@ -162,7 +162,8 @@ function charted() {
     const lines = all.filter((line) => there[line.number].has(line.name)).map((line, i) => ({
       ...line, hue: runs.length > 1 ? line.number : i, label: runs.length > 1 ? line.run.name : line.label,
     }));
-    return {...chart, lines, key: chart.title + chart.unit, log: logarithmic && chart.unit !== "%"};
+    const log = logarithmic && chart.unit !== "%" && lines.some((line) => line.run.rows.some((row) => row[line.name] > 0));
+    return {...chart, lines, log, key: chart.title + chart.unit};
   }).filter((chart) => chart.lines.length > 0);
 }
 
