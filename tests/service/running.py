@@ -122,7 +122,12 @@ def note_radio(services: Services, id: str, name: str = "radio") -> None:
         "table": "measurement_features",
         "set": id,
     }
-    row = {"id": id, "name": name, "kind": "radio", "origin": "registered", "spec": spec}
+    note(services, id, name, "radio", spec)
+
+
+def note(services: Services, id: str, name: str, kind: str, spec: dict[str, str]) -> None:
+    """A data set of any kind in the registry; it may not exist."""
+    row = {"id": id, "name": name, "kind": kind, "origin": "registered", "spec": spec}
     with services.database.writing() as connection:
         connection.execute(
             services.database.insert(DATASETS).values(

@@ -14,7 +14,7 @@ import pytest
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
-from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
 CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -106,10 +106,59 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Runnin
     assert (job.name, job.epochs, job.config["dataset_ids"]) == ("from the form", 7, CONFIG["dataset_ids"])
 
 
+def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, page: Any) -> None:
+    note(running.services, "00000000-0000-4000-8000-00000000000f", "flow", "hdf5", {"path": "flow.hdf5"})
+    page.goto("/jobs/new")
+    page.get_by_text("More settings", exact=True).click()
+    sets = page.locator("#dataset_ids")
+    sets.select_option(CONFIG["dataset_ids"][0])
+    page.get_by_label("max gdop").fill("4")
+    assert not page.get_by_label("settings", exact=True).is_visible()
+
+    sets.select_option("00000000-0000-4000-8000-00000000000f")
+    assert page.get_by_label("settings", exact=True).is_visible()
+    assert not page.get_by_label("max gdop").is_visible()
+    assert "max_gdop" not in page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+
+    sets.select_option(CONFIG["dataset_ids"][0])
+    assert page.evaluate("bodyOf(document.querySelector('.new'), null).config.max_gdop") == 4
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_long_name_does_not_widen_a_list(running: Running, page: Any, width: int) -> None:
+    name = "n" * 200
+    claimed(running, name)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto("/")
+    link = page.get_by_role("link", name=name).first
+    link.wait_for()
+
+    assert link.get_attribute("title") == name
+    assert page.evaluate(
+        "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('.scroll'))"
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("path", ["/", "/datasets", "/caches"])
+def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any, path: str) -> None:
+    claimed(running, "on a phone")
+    two_caches(running)
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(path)
+    labels = page.evaluate(
+        "[...document.querySelectorAll('.list tbody tr')].map((row) => [...row.cells].slice(1)"
+        ".filter((cell) => cell.checkVisibility()).map((cell) => getComputedStyle(cell, '::before').content))"
+    )
+    assert labels
+    assert all(len(row) >= 4 and all(len(label) > len('""') for label in row) for row in labels), labels
+
+
 def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> None:
     id, attempt, queue = claimed(running, "live")
     page.goto(f"/jobs/{id}")
     page.locator("#no-curves").wait_for()
+    assert not page.locator("#scales").is_visible(), "there is no axis yet"
 
     queue.report(attempt, [Line(kind="started", data=STARTED), metrics(1)], 1)
     page.get_by_text("epoch 1 of 3").first.wait_for()
@@ -117,10 +166,135 @@ def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> 
     page.get_by_text("epoch 2 of 3").first.wait_for()
 
     page.get_by_role("img", name="Loss by epoch; last: training 1, validation 0.5").wait_for()
+    titles = page.locator(".chart h3").all_text_contents()
+    assert titles == ["Loss", "Validation error (m)", "Stall and GPU (%)"], "those that rows have numbers for"
     page.get_by_role("img", name="Records by tier: device 300 records, disk 100 records").wait_for()
     queue.finish(attempt, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
     page.locator("#job .state", has_text="completed").wait_for()
     page.get_by_role("button", name="Continue").wait_for()
+    page.get_by_text("As a table").click()
+    page.get_by_role("region", name="Epochs").get_by_role("row").nth(3).wait_for()
+
+
+ZOOM = "() => plots.map((plot) => [plot.scales.x.min, plot.scales.x.max])"
+SHOWN = "() => plots[0].series.map((line) => line.show)"
+
+
+def test_a_new_epoch_and_a_resize_leave_zoom_and_hidden_lines(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "zoomed")
+    queue.report(attempt, [metrics(n) for n in range(1, 31)], 1)
+    page.goto(f"/jobs/{id}")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.evaluate("plots[0].setScale('x', {min: 10, max: 15}); plots[0].setSeries(1, {show: false})")
+
+    def as_chosen() -> None:
+        zoom = page.evaluate(ZOOM)
+        assert zoom[0] == [10, 15]
+        assert zoom[1][1] == page.evaluate("runs[0].rows.at(-1).epoch"), "one that was not zoomed shows all"
+        assert page.evaluate(SHOWN) == [True, False, True]
+
+    queue.report(attempt, [metrics(31)], 2)
+    page.get_by_role("img", name=f"Loss by epoch; last: training {2 / 31:.4g}").wait_for()
+    as_chosen()
+    before = page.evaluate("plots[0].width")
+    page.set_viewport_size({"width": 600, "height": 800})
+    page.wait_for_function("plots[0].width !== " + str(before))
+    as_chosen()
+
+
+def test_axes_are_chosen_and_stay_while_epochs_come(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "axes")
+    rows = [Line(kind="metrics", data={**metrics(n).data, "step": 50 * n}) for n in range(1, 12)]
+    queue.report(attempt, rows[:10], 1)
+    page.goto(f"/jobs/{id}")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.get_by_label("by", exact=True).select_option("step")
+    page.get_by_label("logarithmic").check()
+
+    queue.report(attempt, rows[10:], 2)
+    page.get_by_role("img", name=f"Loss by step; last: training {2 / 11:.4g}").wait_for()
+    assert page.evaluate("plots[0].data[0]") == [50 * n for n in range(1, 12)]
+    scales = page.evaluate("plots.map((plot) => plot.scales.y.distr)")
+    assert scales == [3, 3, 1], "a share may be 0"
+    page.get_by_label("by", exact=True).select_option("time")
+    assert page.evaluate("plots[0].data[0].every((x) => x >= 0 && x < 3600)")
+
+
+def test_charts_show_their_values_at_one_epoch_and_mark_the_best(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "hover")
+    row = lambda n, loss: Line(kind="metrics", data={**metrics(n).data, "val_loss": loss})  # noqa: E731
+    queue.report(attempt, [row(n, abs(n - 4) + 0.5) for n in range(1, 9)], 1)
+    page.goto(f"/jobs/{id}")
+    loss = page.locator(".chart", has_text="Loss")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.locator("#best", has_text="4").wait_for()
+
+    def legend(chart: int) -> list[str]:
+        return page.locator(".chart").nth(chart).locator(".u-value").all_text_contents()
+
+    assert legend(0) == ["8", "0.25", "4.5"], "without a cursor, the last"
+    over = loss.locator(".u-over").bounding_box()
+    page.mouse.move(over["x"] + over["width"] * 3 / 7, over["y"] + 20)
+    assert legend(0) == ["4", "0.5", "0.5"]
+    assert legend(1) == ["4", "2.5"], "the other charts follow"
+    queue.report(attempt, [row(9, 0.25)], 2)
+    page.locator("#best", has_text="9").wait_for()
+
+
+def test_ticked_jobs_are_compared_with_a_line_each(running: Running, page: Any) -> None:
+    found = dict[str, tuple[JobAttempt, JobQueue]]()
+    for name, epochs in (("first of two", 4), ("second of two", 2)):
+        _, attempt, queue = claimed(running, name)
+        queue.report(attempt, [metrics(n) for n in range(1, epochs + 1)], 1)
+        found[name] = attempt, queue
+    page.goto("/")
+    page.get_by_label("Compare first of two").check()
+    attempt, queue = found["second of two"]
+    queue.report(attempt, [metrics(3)], 2)
+    page.get_by_role("row", name="second of two").get_by_text("3 of 3").wait_for()
+    page.get_by_label("Compare second of two").check()
+    assert page.get_by_label("Compare first of two").is_checked(), "news of a job keep what is ticked"
+    page.get_by_role("button", name="Compare").click()
+
+    name = f"Loss, validation by epoch; last: second of two {1 / 3:.4g}, first of two 0.25"
+    page.get_by_role("img", name=name).wait_for()
+    titles = page.locator(".chart h3").all_text_contents()
+    quantities = ["Loss, training", "Loss, validation", "Validation error, median (m)"]
+    assert titles == [*quantities, "Stall and GPU, stall (%)"]
+    for chart in range(4):
+        labels = page.locator(".chart").nth(chart).locator(".u-label").all_text_contents()
+        assert labels == ["epoch", "second of two", "first of two"]
+    assert page.evaluate("plots[1].data") == [[1, 2, 3, 4], [1, 1 / 2, 1 / 3, None], [1, 1 / 2, 1 / 3, 1 / 4]]
+
+
+def test_a_log_that_is_read_stays_where_it_is(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "read")
+    log = running.services.folder.job(id).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(f"line {n}\n" for n in range(1, 199)))
+    page.goto(f"/jobs/{id}")
+
+    def first_seen() -> str:
+        """The line at the upper edge of the log."""
+        edge = "(lines.scrollTop / parseFloat(getComputedStyle(lines).lineHeight))"
+        return page.evaluate(f"lines.textContent.split('\\n')[Math.round({edge})]")
+
+    def epoch(n: int) -> None:
+        with log.open("a") as file:
+            file.write(f"written in epoch {n}\n")
+        queue.report(attempt, [metrics(n)], n)
+        page.locator("#job", has_text=f"epoch {n} of 3").wait_for()
+        page.locator("#lines", has_text=f"written in epoch {n}").wait_for()
+        page.wait_for_timeout(300)  # the other part of the page comes at its own time
+
+    assert page.evaluate("lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8")
+    page.evaluate("lines.scrollTop = 40 * parseFloat(getComputedStyle(lines).lineHeight)")
+    for n in (1, 2, 3, 4):  # from the third on lines at the top leave the page
+        epoch(n)
+        assert first_seen() == "line 41"
+    page.evaluate("lines.scrollTop = lines.scrollHeight")
+    epoch(5)
+    assert page.evaluate("lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8")
 
 
 def test_pause_resume_and_cancel(running: Running, page: Any) -> None:
@@ -271,6 +445,7 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     running: Running, chromium: Any, scheme: str, width: int
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'stoker[browser]'")
+    other = claimed(running, "compared")[0]
     id, attempt, queue = claimed(running, "looked at")
     queue.report(attempt, [Line(kind="started", data=STARTED), *map(metrics, (1, 2, 3))], 1)
     first, _ = two_caches(running)
@@ -282,7 +457,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     names = {
         "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "datasets": "/datasets",
         "dataset": f"/datasets/{CONFIG['dataset_ids'][0]}", "caches": "/caches",
-        "cache": f"/caches/rows/{first}", "machine": "/machine", "missing": "/jobs/none",
+        "cache": f"/caches/rows/{first}", "compare": f"/jobs/compare?ids={id},{other}", "machine": "/machine",
+        "missing": "/jobs/none",
     }  # fmt: skip
     try:
         for name, path in names.items():
@@ -290,8 +466,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.goto(running.client.post(running.api("/login-codes")).json()["path"])
             page.goto(path)
             page.wait_for_load_state("domcontentloaded")
-            if name == "job":
-                page.get_by_role("img", name="Loss by epoch").wait_for()
+            if name in ("job", "compare"):
+                page.get_by_role("img", name="Loss").first.wait_for()
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

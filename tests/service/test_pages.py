@@ -18,8 +18,8 @@ from stoker.errors import ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.client import ServiceClient
-from stoker.service.database import WAITING_STATES
-from stoker.service.jobs import JobQueue, Line
+from stoker.service.database import State
+from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
@@ -54,6 +54,15 @@ def browser(running: Running) -> Iterator[httpx.Client]:
 def made(running: Running, name: str) -> str:
     """A job that waits."""
     return running.services.jobs.create(CONFIG, name=name, epochs=3, dataset_ids=CONFIG["dataset_ids"])[0].id
+
+
+def taken(running: Running, id: str) -> tuple[JobQueue, JobAttempt]:
+    """A worker has the job; those before it have workers too."""
+    queue = JobQueue(running.services.database)
+    while (attempt := queue.take("worker")) is not None:
+        if attempt.job.id == id:
+            return queue, attempt
+    pytest.fail(f"job {id} does not wait")
 
 
 def test_pages_without_anything_say_what_to_type(browser: httpx.Client) -> None:
@@ -103,7 +112,6 @@ def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
     assert "300 of 400 records fit" in text
     assert "started and opened its data" in text
     assert 'href="/caches/radio_train/0123456789abcdef"' in text
-    assert '"title": "Stall and GPU"' in text
     table = browser.get("/parts/jobs").text
     assert re.search(r"<polyline points=\"0.0,2.0 96.0,22.0\"", table)
 
@@ -155,6 +163,24 @@ def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browse
         assert not re.search(r"<script(?![^>]*(src=|application/json))", text)
         assert "http://" not in text
         assert "https://" not in text
+
+
+def test_no_page_shows_values_as_python_writes_them(running: Running, browser: httpx.Client) -> None:
+    spec: dict[str, Any] = {"min_snr_db": None, "preload_to_gpu": True, "settings": {}}
+    id = running.services.jobs.create({"dataset_ids": ["radio"], **spec}, name="plain", epochs=3)[0].id
+    queue, attempt = taken(running, id)
+    row = {"epoch": 12345, "val_loss": None, "stopped": True, "train_loss": 0.25}
+    queue.report(attempt, [Line(kind="metrics", data=row)], 1)
+    mark = cached_rows(running.services.folder.caches, "plain")
+    other = cached_rows(running.services.folder.caches, "plain", 2)
+
+    for path in (f"/jobs/{id}", f"/caches/plain/{mark}?other={other}", "/machine"):
+        text = browser.get(path).text.split('id="drawn">')[-1]
+        assert not re.search(r">\s*(None|True|False|\{\}|\[\])\s*<|\[&#39;|&#39;\]", text), path
+    page = browser.get(f"/jobs/{id}").text
+    assert '<th scope="row">dataset_ids</th><td>radio</td>' in page
+    assert '<th scope="row">preload_to_gpu</th><td>yes</td>' in page
+    assert '<td class="num">12345</td>' in page, "not 1.234e+04"
 
 
 def test_what_is_not_there_is_a_page_that_says_so(browser: httpx.Client) -> None:
@@ -274,6 +300,8 @@ def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser
     assert 'name="config.early_stop_patience"' in text
     assert 'name="config.batch_size" type="number" data-kind="integer" step="1" min="1" max="1024"' in text
     assert "n_mels" not in text
+    assert 'data-path="config.max_gdop" data-kinds="radio"' in text
+    assert 'data-path="config.epochs">' in text
 
 
 def test_vendored_scripts_come_with_their_licences() -> None:
@@ -286,22 +314,97 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.service.pages.EPOCHS_SHOWN", 10)
-    for waiting in running.services.jobs.list(limit=1000):
-        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
     id = made(running, "long")
-    queue = JobQueue(running.services.database)
-    attempt = queue.take("w")
-    assert attempt is not None
-    assert attempt.job.id == id
+    queue, attempt = taken(running, id)
     lines = [Line(kind="metrics", data={"epoch": n, "accuracy": n / 100}) for n in range(1, 31)]
     queue.report(attempt, lines, position=1)
 
     page = browser.get(f"/jobs/{id}").text
     drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', page, re.DOTALL)[1])
 
-    assert [row["epoch"] for row in drawn["rows"]] == [*range(21, 31)]
+    assert [row["epoch"] for row in drawn["runs"][0]["rows"]] == [*range(21, 31)]
     assert "Epochs 21 to 30" in page
-    assert any("accuracy" in chart["title"] for chart in drawn["charts"])
+    assert "accuracy" in {line["name"] for chart in drawn["charts"] for line in chart["series"]}
+
+
+def test_the_table_of_epochs_says_which_it_has(running: Running, browser: httpx.Client) -> None:
+    id = made(running, "table")
+    queue, attempt = taken(running, id)
+
+    def table(path: str) -> tuple[list[int], str]:
+        text = browser.get(path).text.split('id="epochs"')[-1].split("</table>")[0]
+        return [int(n) for n in re.findall(r'<tr><td class="num">(\d+)</td>', text)], text
+
+    queue.report(attempt, [Line(kind="metrics", data={"epoch": n, "val_loss": 1.0}) for n in (1, 2)], 1)
+    for path in (f"/jobs/{id}", f"/parts/jobs/{id}/epochs"):
+        assert table(path)[0] == [1, 2]
+        assert "The last" not in table(path)[1]
+    lines = [Line(kind="metrics", data={"epoch": n, "val_loss": 1.0}) for n in range(3, 131)]
+    queue.report(attempt, lines, 2)
+    for path in (f"/jobs/{id}", f"/parts/jobs/{id}/epochs"):
+        assert table(path)[0] == [*range(31, 131)]
+        assert "The last 100 epochs, 31 to 130" in table(path)[1]
+
+
+def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
+    running: Running, browser: httpx.Client
+) -> None:
+    jobs = running.services.jobs
+    same = {**CONFIG, "seed": 7, "settings": {"model.width": 64}}
+    good = jobs.create({**same, "learning_rate": 0.001}, name="good run", epochs=5)[0].id
+    bad = jobs.create({**same, "learning_rate": 0.01}, name=HOSTILE, epochs=5)[0].id
+    queue, attempt = taken(running, good)
+    for n in (1, 2, 3):
+        row = {"epoch": n, "val_loss": abs(n - 2) + 0.5, "p50_m": 10 * n}
+        queue.report(attempt, [Line(kind="metrics", data=row)], n)
+    queue, attempt = taken(running, bad)
+    queue.finish(attempt, Outcome(state=State.FAILED, error="the loss is <nan>"), lines=[], position=0)
+
+    text = browser.get(f"/jobs/compare?ids={good},{bad}").text
+
+    def row_of(name: str) -> list[str]:
+        found = re.search(rf'<th scope="row">{re.escape(name)}</th>(.*?)</tr>', text)
+        assert found, name
+        return re.findall(r"<td>(.*?)</td>", found[1])
+
+    assert row_of("Reason") == ["–", "the loss is &lt;nan&gt;"]
+    assert row_of("Best validation loss") == ["0.5 in epoch 2", "–"]
+    assert row_of("Validation error, median (m)") == ["20", "–"], "of the best epoch"
+    assert row_of("Epochs") == ["3 of 5", "0 of 5"]
+    assert row_of("learning_rate") == ["0.001", "0.01"]
+    assert '<th scope="row">seed</th>' not in text
+    assert '<th scope="row">settings.model.width</th>' not in text
+    assert HOSTILE not in text
+    assert text == browser.get(f"/jobs/compare?ids={good}&ids={bad}").text
+    table = browser.get("/parts/jobs").text
+    assert '<p class="why" title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+
+
+def test_curves_of_long_jobs_are_compared_with_fewer_points(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.service.pages.POINTS_COMPARED", 10)
+    long, short = made(running, "long one"), made(running, "short one")
+    queue, attempt = taken(running, long)
+    rows = [{"epoch": n, "val_loss": abs(n - 24) + 0.5} for n in range(1, 31)]
+    queue.report(attempt, [Line(kind="metrics", data=row) for row in rows], 1)
+
+    text = browser.get(f"/jobs/compare?ids={long},{short}").text
+    drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', text, re.DOTALL)[1])
+
+    assert [row["epoch"] for row in drawn["runs"][0]["rows"]] == sorted({*range(1, 31, 3), 24, 30})
+    assert "curves of long one;" in text
+
+
+def test_only_two_to_eight_jobs_that_exist_are_compared(running: Running, browser: httpx.Client) -> None:
+    ids = [made(running, "many") for _ in range(9)]
+
+    for some in ([], ids[:1], [ids[0], ids[0]], ids):
+        answer = browser.get("/jobs/compare?ids=" + ",".join(some))
+        assert answer.status_code == 422
+        assert "Tick 2 to 8" in answer.text
+    assert browser.get(f"/jobs/compare?ids={ids[0]},none").status_code == 404
+    assert browser.get("/jobs/compare?ids=" + ",".join(ids[:8])).status_code == 200
 
 
 def seen_after_its_stream_was_refused(answer: object) -> Any:

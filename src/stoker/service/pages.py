@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,11 +26,11 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import stoker
-from stoker.errors import NotFoundError, ResourceError, SourceError, StalledError, StokerError
+from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import DatasetId, Id, Name, Print, get_files, inspect_cache, list_caches, why
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.job_config import WITHOUT_EFFECT, JobConfig
+from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
 from stoker.service.models import status_of
 from stoker.service.security import SESSION_S
@@ -87,6 +88,8 @@ class FormField:
     lowest: float | None = None
     highest: float | None = None
     needed: bool = False
+    kinds: tuple[str, ...] = ()
+    """Kinds of data sets that it applies to; empty: all."""
 
 
 def actions(job: Job) -> list[tuple[str, str]]:
@@ -148,16 +151,95 @@ def spark(rows: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(f"{i * step:.1f},{2 + room * (high - one) / span:.1f}" for i, one in enumerate(known))
 
 
-def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts that the script of the page draws: those with at least one line in `rows`."""
-    there = {name for row in rows for name in row}
-    drawn: list[dict[str, Any]] = []
-    for title, unit, lines in CHARTS:
-        fitting = [line for line in lines if line[0] in there]
-        if fitting:
-            series = [{"name": name, "label": label, "factor": factor} for name, label, factor in fitting]
-            drawn.append({"title": title, "unit": unit, "series": series})
-    return drawn
+def charts() -> list[dict[str, Any]]:
+    """Return what the script of a page may draw; it leaves out lines without a number in any row."""
+    return [
+        {
+            "title": title,
+            "unit": unit,
+            "series": [{"name": name, "label": label, "factor": factor} for name, label, factor in lines],
+        }
+        for title, unit, lines in CHARTS
+    ]
+
+
+def run_of(job: Job, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the script of a page draws of a job: its rows of metrics, its start and its best epoch."""
+    began = job.created if job.started is None else job.started
+    return {"name": job.name, "rows": rows, "began": began, "best": job.best_epoch, "loss": job.best_val_loss}
+
+
+def charts_by_quantity() -> list[dict[str, Any]]:
+    """Return the charts of `charts` with one quantity each, for a line per job."""
+    found: list[dict[str, Any]] = []
+    for chart in charts():
+        labels = [*dict.fromkeys(line["label"] for line in chart["series"])]
+        for label in labels:
+            title = chart["title"] if len(labels) == 1 else f"{chart['title']}, {label}"
+            series = [line for line in chart["series"] if line["label"] == label]
+            found.append({"title": title, "unit": chart["unit"], "series": series})
+    return found
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the settings that are not the same in all configurations: name, and the text in each.
+
+    >>> differences([{"seed": 0, "settings": {"a": 1}}, {"seed": 0, "settings": {}}])
+    [('settings.a', ['1', '–'])]
+    """
+    flat = [dict(_flat(config)) for config in configs]
+    names = dict.fromkeys(name for one in flat for name in one)
+    rows = [(name, [one.get(name, "–") for one in flat]) for name in names]
+    return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
+
+
+def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
+    """Return what came of jobs: name of a figure, and its text for each job; the best loss comes first.
+
+    Figures of `CHARTS` are those of the best epoch, or of the last without validation.
+    """
+    best = [
+        f"{number(job.best_val_loss)} in epoch {job.best_epoch}" if job.best_epoch else "–" for job in jobs
+    ]
+    kept = [
+        next((row for row in of_job if row["epoch"] == job.best_epoch), of_job[-1] if of_job else {})
+        for job, of_job in zip(jobs, rows, strict=True)
+    ]
+    found = [("Best validation loss", best)]
+    for chart in charts_by_quantity():
+        values = [
+            next((row[one["name"]] * one["factor"] for one in chart["series"] if _is_number(row, one)), None)
+            for row in kept
+        ]
+        if any(value is not None for value in values):
+            unit = f" ({chart['unit']})" if chart["unit"] else ""
+            found.append((chart["title"] + unit, [number(value) for value in values]))
+    took = [
+        "–" if job.started is None or job.ended is None else format_seconds(job.ended - job.started)
+        for job in jobs
+    ]
+    epochs = [f"{job.epoch} of {job.epochs}" for job in jobs]
+    return [
+        *found,
+        ("Epochs", epochs),
+        ("From start to end", took),
+        ("Tier", [job.tier or "–" for job in jobs]),
+    ]
+
+
+def _is_number(row: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    return isinstance(row.get(line["name"]), int | float)
+
+
+def thinned(rows: Sequence[Mapping[str, Any]], best: int | None, most: int) -> list[Mapping[str, Any]]:
+    """Return about `most` of the rows, evenly, with the first, the last and that of the epoch `best`.
+
+    >>> [row["epoch"] for row in thinned([{"epoch": n} for n in range(1, 10)], 6, 4)]
+    [1, 4, 6, 7, 9]
+    """
+    step = max(1, -(-len(rows) // most))
+    last = len(rows) - 1
+    return [row for i, row in enumerate(rows) if i % step == 0 or i == last or row["epoch"] == best]
 
 
 def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -176,7 +258,7 @@ def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        return text_of(value)
     return format_count(value) if isinstance(value, int) else number(value)
 
 
@@ -206,7 +288,18 @@ def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
         lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
         highest=chosen.get("maximum"),
         needed=needed,
+        kinds=kinds_of(name),
     )
+
+
+def kinds_of(field: str) -> tuple[str, ...]:
+    """Return the kinds of data sets that a field of `JobConfig` applies to; empty if it applies to all.
+
+    >>> kinds_of("max_gdop"), kinds_of("epochs")
+    (('radio',), ())
+    """
+    kinds = tuple(kind for kind, unused in UNUSED_FIELDS.items() if field not in unused)
+    return () if len(kinds) == len(UNUSED_FIELDS) else kinds
 
 
 def number(value: float | None) -> str:
@@ -216,6 +309,21 @@ def number(value: float | None) -> str:
     ('0.1235', '–', '1.235e+06')
     """
     return "–" if value is None else f"{value:.4g}"
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a setting, a recipe or a sample as text; an en dash where it is empty.
+
+    >>> [text_of(one) for one in (True, None, {}, ["a", 1], {"a": None}, 0.001)]
+    ['yes', '–', '–', 'a, 1', '{"a": null}', '0.001']
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (isinstance(value, dict | list | tuple) and not value):
+        return "–"
+    if isinstance(value, list | tuple) and not any(isinstance(one, dict | list | tuple) for one in value):
+        return ", ".join(map(text_of, value))
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def ago(seconds: float) -> str:
@@ -239,6 +347,7 @@ FILTERS = {
     "percent": format_percent,
     "seconds": format_seconds,
     "tone": tone,
+    "value": text_of,
 }
 """Filters of the templates."""
 
@@ -355,6 +464,12 @@ PER_PAGE = 25
 LOG_LINES = 200
 EPOCHS_SHOWN = 5000
 """Newest rows of metrics that a page draws; a continued job may have more."""
+TABLE_EPOCHS = 100
+"""Newest epochs in the table below the curves."""
+MOST_COMPARED = 8
+"""Jobs on one page."""
+POINTS_COMPARED = 1000
+"""Epochs that a page draws of each job that it compares."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
 PACE_EPOCHS = 6
@@ -422,6 +537,40 @@ def show_form(request: Request, services: ServicesDep, dataset: str | None = Non
     )  # fmt: skip
 
 
+@router.get("/jobs/compare")
+def compare_jobs(
+    request: Request, services: ServicesDep, ids: Annotated[Sequence[str], Query()] = ()
+) -> Response:
+    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`."""
+    wanted = [*dict.fromkeys(id for part in ids for id in part.split(",") if id)]
+    if not 2 <= len(wanted) <= MOST_COMPARED:
+        raise ConfigError(
+            f"{len(wanted)} jobs are to be compared", hint=f"Tick 2 to {MOST_COMPARED} in the list of jobs"
+        )
+    jobs = [services.jobs.get(id) for id in wanted]
+    names = [job.name for job in jobs]
+    labels = [job.name if names.count(job.name) == 1 else f"{job.name} {job.id[:8]}" for job in jobs]
+    rows = [
+        services.jobs.metrics(job.id, limit=EPOCHS_SHOWN, after=max(0, job.epoch - EPOCHS_SHOWN))
+        for job in jobs
+    ]
+    runs = [
+        {**run_of(job, thinned(of_job, job.best_epoch, POINTS_COMPARED)), "name": label}
+        for job, of_job, label in zip(jobs, rows, labels, strict=True)
+    ]
+    datasets = {one.id: one.name for one in services.datasets.list(limit=500)}
+    configs = [
+        {**job.config, "epochs": job.epochs, "dataset_ids": [datasets.get(id, id) for id in job.dataset_ids]}
+        for job in jobs
+    ]
+    return page(
+        request, "compare.html", title="Compare jobs", jobs=jobs, labels=labels,
+        drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
+        left_out=[label for label, of_job in zip(labels, rows, strict=True) if len(of_job) > POINTS_COMPARED],
+        outcomes=outcomes(jobs, rows), differences=differences(configs),
+    )  # fmt: skip
+
+
 @router.get("/jobs/{job_id}")
 def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     """Return one job."""
@@ -430,10 +579,10 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     rows = services.jobs.metrics(
         job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN)
     )
-    drawn = {"charts": charts(rows), "rows": rows}
+    drawn = {"charts": charts(), "runs": [run_of(context["job"], rows)]}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        log=_log(services, job_id), **_timeline(services, context["job"]), **context,
+        shown=TABLE_EPOCHS, log=_log(services, job_id), **_timeline(services, context["job"]), **context,
     )  # fmt: skip
 
 
@@ -464,6 +613,14 @@ def part_files(request: Request, services: ServicesDep, job_id: Id) -> Response:
         request, "parts/files.html", job=job, files=files, fact=fact, hint=hint,
         checkpoints=[(name, [*some]) for name, some in checkpoints],
     )  # fmt: skip
+
+
+@router.get("/parts/jobs/{job_id}/epochs")
+def part_epochs(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return the newest epochs of a job as a table."""
+    job = services.jobs.get(job_id)
+    rows = services.jobs.metrics(job_id, limit=EPOCHS_SHOWN, after=max(0, job.epoch - TABLE_EPOCHS - 1))
+    return page(request, "parts/epochs.html", job=job, rows=rows, shown=TABLE_EPOCHS)
 
 
 @router.get("/parts/jobs/{job_id}/log")
@@ -660,5 +817,5 @@ def _flat(entries: Any, before: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict) and value:
             rows += _flat(value, f"{before}{name}.")
         else:
-            rows.append((f"{before}{name}", str(value)))
+            rows.append((f"{before}{name}", text_of(value)))
     return rows

@@ -120,40 +120,133 @@ function follow(address) {
   open();
 }
 
-// Curves.
+// Curves. A page of one job has one run; where jobs are compared, each is a run and a line in every chart.
 
 const drawn = document.getElementById("drawn");
-const charts = drawn ? JSON.parse(drawn.textContent).charts : [];
-const rows = drawn ? JSON.parse(drawn.textContent).rows : [];
+const {charts: known, runs} = drawn ? JSON.parse(drawn.textContent) : {charts: [], runs: []};
 const holder = document.getElementById("charts");
+const scales = document.getElementById("scales");
+const WHOLE = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power));
+const AXES = {
+  epoch: {of: (_run, row) => row.epoch, text: String, ticks: WHOLE},
+  step: {of: (_run, row) => row.step, text: String, ticks: WHOLE},
+  time: {of: (run, row) => row.at - run.began, text: duration, ticks: [...WHOLE.slice(0, 4), 30, 60, 120, 300, 600, 1800,
+    ...WHOLE.map((hours) => 3600 * hours)]},
+};
+let axis = "epoch";
+let logarithmic = false;
+let charts = [];
 let plots = [];
+
+function duration(seconds) {
+  const [unit, size] = seconds < 120 ? ["s", 1] : seconds < 7200 ? ["min", 60] : ["h", 3600];
+  return `${Number((seconds / size).toFixed(1))} ${unit}`;
+}
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function column(series) {
-  return rows.map((row) => (typeof row[series.name] === "number" ? row[series.name] * series.factor : null));
+function shown(value) {
+  if (value === null || value === undefined) return "–";
+  const rounded = Number(value.toPrecision(4));
+  return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
-function shown(value) {
-  return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
+// The charts and lines that the rows have numbers for.
+function charted() {
+  const numbers = (row) => Object.keys(row).filter((name) => typeof row[name] === "number");
+  const there = runs.map((run) => new Set(run.rows.flatMap(numbers)));
+  return known.map((chart) => {
+    const all = chart.series.flatMap((one) => runs.map((run, i) => ({...one, run, number: i, key: `${one.name} ${i}`})));
+    const lines = all.filter((line) => there[line.number].has(line.name)).map((line, i) => ({
+      ...line, hue: runs.length > 1 ? line.number : i, label: runs.length > 1 ? line.run.name : line.label,
+    }));
+    const log = logarithmic && chart.unit !== "%" && lines.some((line) => line.run.rows.some((row) => row[line.name] > 0));
+    return {...chart, lines, log, key: chart.title + chart.unit};
+  }).filter((chart) => chart.lines.length > 0);
+}
+
+function valueIn(chart, line, row) {
+  const value = row[line.name];
+  return typeof value === "number" && (value > 0 || !chart.log) ? value * line.factor : null;
+}
+
+// Values of x, then those of each line there. Lines of several runs have their values at different x.
+function points(chart) {
+  const lines = chart.lines.map((line) => new Map(line.run.rows.map((row) => [AXES[axis].of(line.run, row), valueIn(chart, line, row)])));
+  const x = [...new Set(lines.flatMap((line) => [...line.keys()]))].filter(Number.isFinite).sort((one, other) => one - other);
+  return [x, ...lines.map((line) => x.map((at) => line.get(at) ?? null))];
+}
+
+// What the legend says of a line: its value under the cursor, and without one its last.
+function legendValue(plot, line, at) {
+  const values = plot.data[line];
+  const last = values.findLastIndex((value) => value !== null);
+  if (at === null) return shown(values[last]);
+  return at > last ? "–" : shown(values.slice(0, at + 1).findLast((value) => value !== null));
 }
 
 function summary(chart) {
-  const parts = chart.series.map((one) => {
-    const known = column(one).filter((value) => value !== null);
-    return `${one.label} ${known.length ? `${shown(known[known.length - 1])} ${chart.unit}` : "unknown"}`.trim();
+  const parts = chart.lines.map((line) => {
+    const last = line.run.rows.map((row) => valueIn(chart, line, row)).findLast((value) => value !== null);
+    return `${line.label} ${last === undefined ? "unknown" : `${shown(last)} ${chart.unit}`}`.trim();
   });
-  return `${chart.title} by epoch; last: ${parts.join(", ")}`;
+  return `${chart.title} by ${axis}; last: ${parts.join(", ")}`;
 }
 
-function draw() {
+// The part of the x axis that somebody has chosen with the mouse; null: all of it.
+function zoomOf(plot) {
+  const [x, {min, max}] = [plot.data[0], plot.scales.x];
+  return x.length && (min > x[0] || max < x[x.length - 1]) ? {min, max} : null;
+}
+
+// A ring on each line at the best epoch of its run.
+function ring(plot, chart) {
+  const {ctx, bbox} = plot;
+  chart.lines.forEach((line, i) => {
+    const row = line.run.rows.find((one) => one.epoch === line.run.best);
+    const x = row ? AXES[axis].of(line.run, row) : NaN;
+    const y = row ? valueIn(chart, line, row) : null;
+    if (!plot.series[i + 1].show || y === null || !(x >= plot.scales.x.min && x <= plot.scales.x.max)) return;
+    ctx.save();
+    ctx.strokeStyle = colour(COLOURS[line.hue % COLOURS.length]);
+    ctx.fillStyle = colour("--panel");
+    ctx.lineWidth = 2 * devicePixelRatio;
+    ctx.setLineDash([]); // not that of the line drawn last
+    ctx.beginPath();
+    ctx.rect(bbox.left - 9, bbox.top - 9, bbox.width + 18, bbox.height + 18);
+    ctx.clip();
+    ctx.beginPath();
+    ctx.arc(plot.valToPos(x, "x", true), plot.valToPos(y, "y", true), 4 * devicePixelRatio, 0, 2 * Math.PI);
+    ctx.fill();
+    ctx.stroke();
+    ctx.restore();
+  });
+}
+
+function tellBest() {
+  const best = runs.filter((run) => run.best !== null).map((run) => run.best);
+  document.getElementById("best").textContent = !best.length ? "" : runs.length > 1
+    ? "A ring marks the best epoch of each job." : `A ring marks the best epoch, ${best[0]}.`;
+}
+
+function draw(keepsZoom = true) {
   if (!holder) return;
+  const before = new Map(plots.map((plot, i) => {
+    const hidden = charts[i].lines.filter((_line, at) => !plot.series[at + 1].show).map((line) => line.key);
+    return [charts[i].key, {zoom: keepsZoom ? zoomOf(plot) : null, hidden}];
+  }));
   plots.forEach((plot) => plot.destroy());
+  plots = [];
+  charts = charted();
   holder.replaceChildren();
-  document.getElementById("no-curves").hidden = rows.length > 0;
-  if (!rows.length) return;
+  document.getElementById("no-curves").hidden = charts.length > 0;
+  scales.hidden = !charts.length;
+  for (const option of scales.querySelectorAll("option")) {
+    option.hidden = option.disabled = !runs.some((run) => run.rows.some((row) => Number.isFinite(AXES[option.value].of(run, row))));
+  }
+  tellBest();
   const places = charts.map((chart) => { // all of them first: how wide one is depends on the others
     const box = document.createElement("div");
     box.className = "chart";
@@ -166,38 +259,64 @@ function draw() {
     holder.append(box);
     return canvas;
   });
+  const {text, ticks: incrs} = AXES[axis];
+  const line = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line")}};
   plots = charts.map((chart, i) => {
     const canvas = places[i];
-    const axis = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line")}};
-    return new uPlot({
-      width: canvas.clientWidth, height: 180, scales: {x: {time: false}},
-      legend: {live: false, markers: {width: 3}},
-      cursor: {drag: {x: true, y: false}},
-      axes: [axis, {...axis, size: 64, values: (_plot, ticks) => ticks.map(shown)}],
-      series: [{label: "epoch"}, ...chart.series.map((one, line) => ({
-        label: one.label, stroke: colour(COLOURS[line]), width: 2, spanGaps: true, points: {show: rows.length < 3, size: 7},
-      }))],
+    const {zoom, hidden} = before.get(chart.key) || {zoom: null, hidden: []};
+    const plot = new uPlot({
+      width: canvas.clientWidth, height: 180, scales: {x: {time: false}, y: {distr: chart.log ? 3 : 1}},
+      legend: {markers: {width: 3, dash: (_plot, at) => (at && chart.lines[at - 1].hue >= COLOURS.length ? "dashed" : "solid")}},
+      cursor: {drag: {x: true, y: false}, sync: {key: "charts", scales: ["x", null]}},
+      axes: [
+        {...line, incrs, values: (_plot, ticks) => ticks.map(text)},
+        {...line, size: 64, values: (_plot, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick)))},
+      ],
+      series: [
+        {label: axis, value: ({data: [x]}, at) => text(at ?? x[x.length - 1] ?? 0)},
+        ...chart.lines.map((one, at) => ({
+          label: one.label, stroke: colour(COLOURS[one.hue % COLOURS.length]), dash: one.hue < COLOURS.length ? [] : [6, 4],
+          width: 2, spanGaps: true, points: {show: one.run.rows.length < 3, size: 7}, show: !hidden.includes(one.key),
+          value: (of, _value, _line, under) => legendValue(of, at + 1, under),
+        })),
+      ],
+      hooks: {draw: [(of) => ring(of, chart)]},
     }, points(chart), canvas);
+    if (zoom) plot.setScale("x", zoom);
+    return plot;
   });
-}
-
-function points(chart) {
-  return [rows.map((row) => row.epoch), ...chart.series.map(column)];
 }
 
 function addRow(row) {
   if (!holder) return;
+  const [run] = runs;
+  const {rows} = run;
   const at = rows.findIndex((one) => one.epoch >= row.epoch);
   if (at < 0) rows.push(row);
   else rows.splice(at, rows[at].epoch === row.epoch ? 1 : 0, row);
-  if (rows.length === 1) location.reload(); // the service knows which curves such rows have
-  if (rows.length < 4) {
+  if (typeof row.val_loss === "number" && row.val_loss < (run.loss ?? Infinity)) [run.loss, run.best] = [row.val_loss, row.epoch];
+  const lines = (some) => some.flatMap((chart) => chart.lines).length;
+  if (rows.length < 4 || lines(charted()) > lines(charts)) {
     draw();
     return;
   }
+  tellBest();
   plots.forEach((plot, i) => {
-    plot.setData(points(charts[i]));
+    const zoom = zoomOf(plot);
+    plot.batch(() => {
+      plot.setData(points(charts[i]), !zoom);
+      if (zoom) plot.setScale("x", zoom);
+    });
     plot.root.parentElement.setAttribute("aria-label", summary(charts[i]));
+  });
+}
+
+if (scales) {
+  scales.addEventListener("change", () => {
+    const other = scales.elements.axis.value;
+    const keepsZoom = axis === other;
+    [axis, logarithmic] = [other, scales.elements.log.checked];
+    draw(keepsZoom);
   });
 }
 
@@ -220,7 +339,7 @@ function bodyOf(form, pressed) {
   const body = {};
   const fields = [...form.elements].filter((field) => field.name && (field.tagName !== "BUTTON" || field === pressed));
   for (const field of fields) {
-    const value = valueOf(field);
+    const value = field.disabled ? undefined : valueOf(field);
     if (value === undefined) continue;
     const path = field.name.split(".");
     const last = path.pop();
@@ -356,6 +475,23 @@ document.addEventListener("submit", async (event) => {
   }
 });
 
+// Fields that do not apply to the chosen data sets are hidden, and not sent.
+
+const sets = document.getElementById("dataset_ids");
+
+function fit() {
+  const kinds = [...sets.selectedOptions].map((option) => option.dataset.of);
+  for (const field of document.querySelectorAll("[data-kinds]")) {
+    field.hidden = kinds.length > 0 && !kinds.some((kind) => field.dataset.kinds.split(" ").includes(kind));
+    field.querySelector("input, select").disabled = field.hidden;
+  }
+}
+
+if (sets && sets.selectedOptions) {
+  sets.addEventListener("change", fit);
+  fit();
+}
+
 // Forms that early.js has kept.
 document.removeEventListener("submit", keep);
 for (const [form, pressed] of early) form.requestSubmit(pressed);
@@ -378,21 +514,43 @@ document.addEventListener("htmx:responseError", (event) => {
   if (event.detail.xhr.status === 404) location.assign("/");
 });
 
-// The log stays at its end, where somebody left it there.
+// The log stays at its end where somebody left it there, and else at the lines that are read.
 
-let atEnd = true;
-document.addEventListener("htmx:beforeSwap", (event) => {
-  const lines = event.target.querySelector && event.target.querySelector("#lines");
-  if (lines) atEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
-});
+let reading = {atEnd: true, top: 0, text: ""};
 
-function toEnd() {
-  const lines = document.getElementById("lines");
-  if (lines && atEnd) lines.scrollTop = lines.scrollHeight;
+function logOf(event) { // htmx dispatches some events at the new elements, so the part is in the detail
+  return event.detail.target.querySelector("#lines");
 }
 
-document.addEventListener("htmx:afterSwap", toEnd);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const lines = logOf(event);
+  if (!lines) return;
+  const {scrollTop: top, clientHeight, scrollHeight, textContent: text} = lines;
+  reading = {atEnd: top + clientHeight >= scrollHeight - 8, top, text};
+});
+
+// Lines at the top of `before` that `after` does not have any more: a page has only the last lines of a log.
+function dropped(before, after) {
+  let at = 0;
+  let count = 0;
+  while (!after.startsWith(before.slice(at))) {
+    at = before.indexOf("\n", at) + 1;
+    if (!at) return 0;
+    count += 1;
+  }
+  return count;
+}
+
+function place(lines) {
+  const gone = dropped(reading.text, lines.textContent) * parseFloat(getComputedStyle(lines).lineHeight);
+  lines.scrollTop = reading.atEnd ? lines.scrollHeight : reading.top - gone;
+}
+
+document.addEventListener("htmx:afterSwap", (event) => {
+  const lines = logOf(event);
+  if (lines) place(lines);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 let width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth !== width) {
@@ -402,6 +560,7 @@ addEventListener("resize", () => {
 });
 
 draw();
-toEnd();
+const log = document.getElementById("lines");
+if (log) place(log);
 const followed = document.querySelector("[data-events]");
 if (followed) follow(followed.dataset.events);
