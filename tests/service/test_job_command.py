@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError, ServiceError
 from stoker.service.client import ServiceClient
+from stoker.service.jobs import JobQueue, Line
 from tests.cli.commands import run, run_json
 from tests.service.running import CONFIG, Running, note_radio, serving
 
@@ -70,6 +72,50 @@ def test_the_same_key_is_the_same_job(at: list[str]) -> None:
 
     assert first["id"] == second["id"]
     assert "another body" in job("submit", SETTING, "epochs=9", "--key", "k", *at, exit_code=3)["error"]
+
+
+def test_files_of_a_job_are_listed_and_downloaded(running: Running, at: list[str], tmp_path: Path) -> None:
+    made = job("submit", SETTING, *at)["id"]
+    folder = running.services.folder.job(made)
+    (folder.checkpoints / "best-000000013").mkdir(parents=True)
+    (folder.checkpoints / "best-000000013" / "state.json").write_text("{}")
+    (folder.path / "model.safetensors").write_bytes(b"w" * 3_000_000)
+    (folder.path / "report.html").symlink_to(running.services.folder.token)
+    (folder.path / "job.json").write_text("{}")
+
+    names = {one["name"]: one["bytes"] for one in job("files", made, *at)["files"]}
+    assert names == {"model.safetensors": 3_000_000, "checkpoints/best-000000013/state.json": 2}
+    found = job("download", made, "--to", str(tmp_path), *at)
+    assert found == {"path": str(tmp_path / "model.safetensors"), "bytes": 3_000_000}
+    assert (tmp_path / "model.safetensors").read_bytes() == b"w" * 3_000_000
+    job("download", made, "checkpoints/best-000000013/state.json", "--to", str(tmp_path / "s.json"), *at)
+    assert (tmp_path / "s.json").read_text() == "{}"
+    for other in ("report.html", "job.json", "../../token", "checkpoints/../job.json", "/etc/passwd", "lock"):
+        refused = job("download", made, other, "--to", str(tmp_path / "other"), *at, exit_code=3)
+        assert "no file" in refused["error"] or "does not exist" in refused["error"]
+    assert not (tmp_path / "other").exists()
+
+
+def test_metrics_are_downloaded_as_csv(running: Running, at: list[str], tmp_path: Path) -> None:
+    made = job("submit", SETTING, "epochs=1500", *at)["id"]
+    queue = JobQueue(running.services.database)
+    while (attempt := queue.take("w")) is not None and attempt.job.id != made:
+        pass
+    assert attempt is not None
+    rows = [
+        {"epoch": n, "val_loss": 1 / n, **({"accuracy": 0.5} if n > 1200 else {})} for n in range(1, 1501)
+    ]
+    for first in range(0, 1500, 500):
+        lines = [Line(kind="metrics", data=row) for row in rows[first : first + 500]]
+        queue.report(attempt, lines, position=first)
+
+    job("download", made, "metrics.csv", "--to", str(tmp_path / "m.csv"), *at)
+
+    with (tmp_path / "m.csv").open(newline="") as file:
+        read = [*csv.DictReader(file)]
+    assert [int(row["epoch"]) for row in read] == [*range(1, 1501)]
+    assert [float(row["val_loss"]) for row in read] == [row["val_loss"] for row in rows]
+    assert (read[0]["accuracy"], read[-1]["accuracy"]) == ("", "0.5")
 
 
 def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> None:

@@ -74,7 +74,8 @@ def test_what_was_promised_is_there(described: dict[str, Any]) -> None:
     promised = """
         POST /jobs, GET /jobs, GET /jobs/{job_id}, DELETE /jobs/{job_id}, POST /jobs/{job_id}/cancel,
         POST /jobs/{job_id}/pause, POST /jobs/{job_id}/resume, POST /jobs/{job_id}/continue,
-        GET /jobs/{job_id}/metrics, GET /jobs/{job_id}/timeline,
+        GET /jobs/{job_id}/metrics, GET /jobs/{job_id}/timeline, GET /jobs/{job_id}/metrics.csv,
+        GET /jobs/{job_id}/files, GET /jobs/{job_id}/files/{name},
         GET /jobs/{job_id}/logs, GET /jobs/{job_id}/logs/stream,
         GET /jobs/{job_id}/events, GET /events, POST /plan, POST /datasets, POST /datasets/generate,
         GET /datasets, GET /datasets/{dataset_id}, POST /datasets/{dataset_id}/inspect,
@@ -134,7 +135,7 @@ def test_every_example_is_taken_and_answered_as_shown(described: dict[str, Any],
     sent = 0
     for name, operation in sorted(operations(described).items(), reverse=True):  # what deletes comes last
         method, path = name.split()
-        if "{fingerprint}" in path or path.endswith(("{operation_id}", "/continue", "/plan")):
+        if "{fingerprint}" in path or path.endswith(("{operation_id}", "/continue", "/plan", "{name}")):
             continue  # they need what only training makes
         with here.database.writing() as connection:
             state = State.CANCELLED if method == "DELETE" else State.PAUSED

@@ -63,8 +63,9 @@ CSV_CHARS = 64_000
 CSV: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/csv": {"example": "epoch,at,train_loss\n1,1772366460.0,0.41\n"}}}
 }
+BINARY = {"type": "string", "format": "binary"}
 FILE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/octet-stream": {}}},
+    200: {"content": {"application/octet-stream": {"schema": BINARY, "example": "the bytes of the file"}}},
     206: {"description": "The range that was asked for."},
 }
 RECENT = 10
