@@ -20,7 +20,7 @@ from stoker.service import stream
 from stoker.service.background import Operation
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
-from stoker.service.job_config import JobConfig, check
+from stoker.service.job_config import JobConfig, settings_of
 from stoker.service.models import (
     DATASET,
     EVENT,
@@ -208,7 +208,8 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
 
     Raises:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
-            configuration does not fit; or its encoder is not allowed.
+            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
+            allowed.
         PathRefusedError: A data set is outside the current roots.
     """
     try:
@@ -224,7 +225,10 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
         services.datasets.check_access(one)
         if why := unmade(one):
             raise ConflictError(f"data set {one.name!r} is {why}")
-    check(config, found)
+    folder = services.folder
+    settings_of(
+        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+    )
     return found
 
 

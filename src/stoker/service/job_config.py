@@ -267,11 +267,13 @@ def settings_of(
         "training.latent_cache_dir": caches,
         "training.run_dir": run_dir,
     }
-    for text in texts_in(settings):
-        if "${" in text:
-            raise ConfigError(
-                f"{text[:80]!r} holds '${{', which is refused here", hint="Write the value itself"
-            )
+    for name, value in settings.items():
+        for text in texts_in(value):
+            if "${" in text:
+                raise ConfigError(
+                    f"the job: {name} {text[:80]!r} holds '${{', which is refused here",
+                    hint="Write the value itself",
+                )
     return make_config(settings, where="the job")
 
 
