@@ -17,7 +17,7 @@ from stoker.service.folders import JobFile, Journal
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
-from stoker.service.security import DataAccess
+from stoker.service.security import DataAccess, Roots
 from stoker.sources.sql.query import parse_database_url, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
@@ -176,6 +176,29 @@ def test_a_generated_data_set_is_there_once_its_job_made_it(
     datasets.delete("new")
     with pytest.raises(SourceError):
         PROBES["facts"](found.kind, found.spec)
+
+
+def test_one_path_is_one_data_set_however_it_is_written(database: Database, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    burgers_dataset(real)
+    (tmp_path / "link").symlink_to(real)
+    datasets = Datasets(
+        database,
+        tmp_path / "data",
+        Roots([tmp_path / "link"]).check,
+        probe=lambda *_, **__: {"samples": 1},
+        access=allowed(),
+    )
+    one = datasets.register(registration(kind="hdf5", name="one", path="burgers.hdf5"))
+
+    for path in (real / "burgers.hdf5", tmp_path / "link" / "burgers.hdf5", f"{real}/./burgers.hdf5"):
+        with pytest.raises(ConflictError, match="'one'"):
+            datasets.register(registration(kind="hdf5", name="two", path=str(path)))
+        again = datasets.register(registration(kind="hdf5", name="one", path=str(path)))
+        assert again.id == one.id
+    datasets.delete("one")
+    assert datasets.register(registration(kind="hdf5", name="two", path="burgers.hdf5")).id == one.id
 
 
 def making_job(datasets: Datasets, database: Database) -> tuple[str, str]:

@@ -171,14 +171,16 @@ class Datasets:
             ConfigError: The URL is invalid or has a password.
             PathRefusedError: The path is outside the roots.
             SourceError: The data does not exist, or is of another kind.
-            ConflictError: The name, or the set of rows, is registered as something else.
+            ConflictError: The name is that of another data set, or the data is registered under another
+                name.
         """
         spec: dict[str, Any]
         if isinstance(request, RadioRows):
             id = str(request.set)
             spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
         else:
-            id, spec = str(uuid.uuid4()), {"path": str(self._check_path(request.path))}
+            path = str(self._check_path(request.path))  # one id, so one cache, for every way to register it
+            id, spec = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{request.kind} {path}")), {"path": path}
         facts: dict[str, Json] = self._probe("facts", request.kind, spec)
         if facts.pop("named_splits", False):
             spec["named_splits"] = True
@@ -360,9 +362,11 @@ class Datasets:
             raise ConflictError(f"data set {name!r} was deleted while it was added", hint="Try again")
         found = Dataset(**row)
         if any(getattr(found, field) != value for field, value in same.items()):
-            what = "exists under another name" if found.id == id else "is the name of another data set"
+            taken = found.name == name
+            what = "is the name of another data set" if taken else "exists under another name"
             raise ConflictError(
-                f"{name!r} {what}: {found.name!r} ({found.id})", hint="Use that one, or another name"
+                f"{name!r} {what}: {found.name!r} ({found.id})",
+                hint="Choose another name, or delete that data set" if taken else f"Use {found.name!r}",
             )
         return found
 
