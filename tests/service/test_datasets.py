@@ -324,7 +324,6 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
         "postgresql:///x",
         "postgresql://other.example/x?host=lab.example",
         "postgresql://other.example/x?host=/tmp",
-        "postgresql://other.example,lab.example/x",
         "postgresql+psycopg://lab.example:5432/x",
     ],
 )
@@ -352,6 +351,25 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
         access=allowed(hinted),
     )
     assert followed.register(request).spec["url"] == url, "the hint works when it is followed"
+
+
+@pytest.mark.parametrize(
+    "server",
+    ["lab.example:5432,b:5432", "lab.example,b", "b,x@lab.example", "lab.example:db", "lab.example:0"],
+)
+def test_a_url_names_one_database_server(datasets: Datasets, tmp_path: Path, server: str) -> None:
+    """libpq asks each server of a list, also those that `urlsplit` does not see."""
+    named = Datasets(
+        datasets._database,
+        tmp_path,
+        Path,
+        probe=nothing,
+        access=allowed("lab.example"),
+    )
+
+    url = f"postgresql://{server}/x"
+    with pytest.raises(ConfigError, match="HOST"):
+        named.register(registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id))
 
 
 def test_a_database_server_that_the_operator_named_is_asked(datasets: Datasets, tmp_path: Path) -> None:

@@ -623,9 +623,19 @@ class DataAccess:
         """Refuse a server that the operator did not allow, and options that reach files or change sessions.
 
         Raises:
-            ConfigError: The server or an option is not allowed.
+            ConfigError: The server or an option is not allowed, or more than one server is named.
         """
         parts = urlsplit(url)
+        try:
+            has_port = parts.port is None or parts.port > 0
+        except ValueError:
+            has_port = False
+        # libpq takes a comma for the next of several servers, and `hostname` has only one.
+        if not has_port or "," in parts.netloc:
+            raise ConfigError(
+                f"the database's URL names the server {parts.netloc.rpartition('@')[2]!r}",
+                hint="Expected one HOST or HOST:PORT",
+            )
         options = parse_qsl(parts.query, keep_blank_values=True)
         if refused := sorted({name for name, _ in options} - URL_OPTIONS):
             raise ConfigError(
