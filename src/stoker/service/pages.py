@@ -274,9 +274,21 @@ class _Flags(TypedDict):
     secure: bool
 
 
+class CachedFiles(StaticFiles):
+    """Files that a browser keeps: those of `vendor`, whose names have versions, without asking again."""
+
+    def file_response(self, full_path: Any, *given: Any, **named: Any) -> Response:
+        """Return a file with the lifetime of the browser's copy, or 304 if that is current."""
+        response = super().file_response(full_path, *given, **named)
+        is_vendor = Path(full_path).parent.name == "vendor"
+        lifetime = "private, max-age=31536000, immutable" if is_vendor else "private, no-cache"
+        response.headers["Cache-Control"] = lifetime
+        return response
+
+
 def static_files() -> StaticFiles:
     """Return the application for files under `/static`."""
-    return StaticFiles(directory=FOLDER / "static")
+    return CachedFiles(directory=FOLDER / "static")
 
 
 def page(request: Request, name: str, status: int = 200, **context: Any) -> HTMLResponse:
