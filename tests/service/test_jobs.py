@@ -162,6 +162,7 @@ def test_a_completed_job_takes_more_epochs_and_nothing_else(database: Database) 
     more = jobs.extend(job.id, 5)
 
     assert (more.state, more.epochs, more.ended) == (State.QUEUED, 7, None)
+    assert more.progress == pytest.approx(2 / 7), "the bar of a completed job is full, and this one is not"
     with pytest.raises(
         ConflictError, match="is queued and cannot be extended: that takes a job that is completed"
     ):

@@ -304,6 +304,29 @@ def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
     assert any("accuracy" in chart["title"] for chart in drawn["charts"])
 
 
+def test_a_start_shows_the_times_of_its_own_attempt(running: Running, browser: httpx.Client) -> None:
+    for waiting in running.services.jobs.list(limit=1000):
+        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
+    id = made(running, "twice")
+    queue = JobQueue(running.services.database)
+
+    def shown() -> set[str]:
+        text = browser.get(f"/parts/jobs/{id}").text
+        return {label for label in pages.PHASES if label in text}
+
+    for _ in range(2):
+        assert shown() == set(), "it waits"
+        attempt = queue.take("w")
+        assert attempt is not None
+        assert shown() == {"waited for a worker"}
+        lines = [Line(kind="started", data={}), Line(kind="batch", data={"epoch": 0})]
+        queue.report(attempt, lines[:1], position=1)
+        assert shown() == {"waited for a worker", "opened data and caches"}
+        queue.report(attempt, lines[1:], position=2)
+        assert shown() == {*pages.PHASES}
+        queue.give_back(attempt, "its worker stops", lost=False)
+
+
 def seen_after_its_stream_was_refused(answer: object) -> Any:
     """What a page shows when its stream is refused, and the service answers `answer` to the next request.
 

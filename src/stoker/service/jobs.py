@@ -246,7 +246,13 @@ class Jobs:
             ConfigError: `epochs` is below 1 or too large.
         """
         _check(name="more", key=None, kind="training", epochs=epochs)
-        values = {"state": State.QUEUED, "epochs": JOBS.c.epoch + epochs, **self._fresh()}
+        total = JOBS.c.epoch + epochs
+        values = {
+            "state": State.QUEUED,
+            "epochs": total,
+            "progress": 1.0 * JOBS.c.epoch / total,
+            **self._fresh(),
+        }
         return self._ask(id, "extended", (State.COMPLETED,), values, already=())
 
     def delete(self, id: str) -> None:

@@ -42,6 +42,8 @@ from stoker.units import format_bytes, format_count, format_percent, format_seco
 
 MILESTONES = ("queued", "resumed", "claimed", "started")
 """Kinds of events that delimit the phases of a start."""
+PHASES = ("waited for a worker", "opened data and caches", "first batch")
+"""The phases of a start."""
 WIDTH, HEIGHT = 96, 24
 """Size of a spark line in its own units."""
 ACTIONS: tuple[tuple[str, str, frozenset[State]], ...] = (
@@ -125,15 +127,25 @@ def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
 
 
 def phases(events: Sequence[Event], first: Event | None) -> list[BarPart]:
-    """Return the phases of the last start, from the milestones of a job and the event after `started`."""
-    at = {event.kind: event.at for event in events}
-    asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
-    marks = [("waited for a worker", asked), ("opened data and caches", at.get("claimed", 0.0))]
-    marks += [("first batch", at.get("started", 0.0)), ("", first.at if first else 0.0)]
+    """Return the phases of the newest attempt, as far as it has come.
+
+    Args:
+        events: The newest milestone of each kind, in their order.
+        first: The event after `started`.
+    """
+    newest = {event.kind: event for event in events}
+    asked = next((event for event in reversed(events) if event.kind in ("queued", "resumed")), None)
+    marks: list[Event | None] = []
+    last = 0
+    for event in (asked, newest.get("claimed"), newest.get("started"), first):
+        is_of_this = event is not None and event.number > last  # else of an earlier attempt
+        marks.append(event if is_of_this else None)
+        last = max(last, event.number if event else 0)
     found: list[tuple[str, float, str, str]] = []
-    for i, ((label, begin), (_, end)) in enumerate(pairwise(marks)):
-        if 0 < begin <= end:
-            found.append((label, end - begin, format_seconds(end - begin), f"phase{i}"))
+    for i, (label, (begin, end)) in enumerate(zip(PHASES, pairwise(marks), strict=True)):
+        if begin and end and begin.at <= end.at:
+            took_s = end.at - begin.at
+            found.append((label, took_s, format_seconds(took_s), f"phase{i}"))
     return bar(found)
 
 
@@ -580,8 +592,8 @@ def _recent(services: Services, id: str, epoch: int) -> list[dict[str, Any]]:
 
 def _job(services: Services, id: str) -> dict[str, Any]:
     job = services.jobs.get(id)
-    events = services.outbox.read(0, job=job.id, kinds=MILESTONES)
-    started = next((event for event in reversed(events) if event.kind == "started"), None)
+    events = services.outbox.newest_of(MILESTONES, [job.id])
+    started = next((event for event in events if event.kind == "started"), None)
     first = services.outbox.read(started.number, job=job.id, limit=1) if started else []
     told = started.data if started else {}
     return {
@@ -604,7 +616,9 @@ def _log(services: Services, id: str) -> dict[str, Any]:
 def _users(services: Services, fingerprint: str) -> list[Any]:
     """Return the newest jobs that train on a cache."""
     found = services.jobs.list(limit=USERS)
-    started = services.outbox.newest_of("started", [job.id for job in found])
+    started = {
+        event.job: event for event in services.outbox.newest_of(["started"], [job.id for job in found])
+    }
 
     def used(id: str) -> bool:
         caches: Any = (started[id].data.get("caches") if id in started else None) or ()
