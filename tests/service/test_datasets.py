@@ -11,13 +11,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError, SourceError, StalledError
-from stoker.service.database import Database, State
+from stoker.service.database import JOBS, Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
 from stoker.service.folders import JobFile, Journal
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
 from stoker.service.security import DataAccess, Roots
+from stoker.service.worker import WorkerSettings, worker_of
 from stoker.sources.sql.query import parse_database_url, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
@@ -225,6 +226,31 @@ def test_a_data_set_whose_making_was_cancelled_is_not_being_made_for_ever(
     assert [one.health for one in datasets.list()] == ["bad"]
     Jobs(database).resume(job)
     assert datasets.get(id).health == "making"
+
+
+def test_a_job_whose_data_is_never_made_fails_and_names_the_job_that_was_to_make_it(
+    datasets: Datasets, database: Database, tmp_path: Path
+) -> None:
+    id, maker = making_job(datasets, database)
+    jobs, queue = Jobs(database), JobQueue(database)
+    job, _ = jobs.create({}, name="train", epochs=1, dataset_ids=[id])
+    worker = worker_of(WorkerSettings(name="w", state=str(tmp_path / "state"), access=allowed()), database)
+    jobs.pause(maker)
+    attempt = queue.take("w")
+    assert attempt is not None
+    worker.work(attempt)
+    assert jobs.get(job.id).state is State.PENDING, "the maker may continue, so the job waits"
+
+    jobs.cancel(maker)
+    with database.writing() as connection:
+        connection.execute(JOBS.update().values(not_before=0.0))
+    attempt = queue.take("w")
+    assert attempt is not None
+    worker.work(attempt)
+
+    failed = jobs.get(job.id)
+    assert failed.state is State.FAILED
+    assert maker in str(failed.error)
 
 
 def test_a_data_set_is_made_once_its_job_is_completed(datasets: Datasets, database: Database) -> None:

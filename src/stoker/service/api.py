@@ -19,7 +19,7 @@ from stoker.schema import Json
 from stoker.service import stream
 from stoker.service.background import Operation
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
-from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
+from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.job_config import JobConfig, settings_of
 from stoker.service.models import (
     DATASET,
@@ -210,6 +210,7 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
             configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
             allowed.
+        ConflictError: A data set was to be generated, and was not.
         PathRefusedError: A data set is outside the current roots.
     """
     try:
@@ -223,8 +224,6 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
     services.access.check_settings(config.settings)
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
-        if why := unmade(one):
-            raise ConflictError(f"data set {one.name!r} is {why}")
     folder = services.folder
     settings_of(
         config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs

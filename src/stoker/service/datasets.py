@@ -384,12 +384,17 @@ def describe(database: Database, ids: Sequence[str]) -> list[dict[str, Json]]:
 
     Raises:
         NotFoundError: Some are not registered any more; names all of them.
+        ConflictError: One was to be generated, and the job that was to make it has ended.
     """
     with database.reading() as connection:
-        return [
-            {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec, "health": one.health}
-            for one in _found(database, connection, ids)
-        ]
+        found = _found(database, connection, ids)
+    for one in found:
+        if why := unmade(one):
+            raise ConflictError(f"data set {one.name!r} is {why}")
+    return [
+        {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec, "health": one.health}
+        for one in found
+    ]
 
 
 def unmade(dataset: Dataset) -> str | None:
