@@ -499,8 +499,7 @@ class Guard:
         """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
         status = refusal.status_code
         self._traffic.note(status, 0.0)
-        wants_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
-        if status == 401 and wants_page:
+        if status == 401 and request.method == "GET" and wants_page(request):
             response = self._login_page(request.scope["path"])
         else:
             fact, hint = refusal.problem
@@ -519,6 +518,11 @@ class Guard:
         """Return the headers for every answer that this one has not set itself."""
         names = {name.lower() for name, _ in given}
         return [(name, value) for name, value in self._headers if name not in names]
+
+
+def wants_page(request: Request) -> bool:
+    """Return True for a browser that opens an address; programs and scripts of pages want no HTML."""
+    return "text/html" in request.headers.get("accept", "")
 
 
 def _is_public(request: Request) -> bool:
