@@ -79,6 +79,7 @@ def test_the_key_of_a_deleted_job_is_free(jobs: Jobs) -> None:
     [
         ({"name": ""}, "1 to 200 printable characters"),
         ({"name": "a\0b"}, "1 to 200 printable characters"),
+        ({"name": " "}, "blank"),
         ({"name": "x" * 201}, r"\(201\) has not"),
         ({"key": "\ud800"}, "idempotency key"),
         ({"kind": "mining"}, "training, generation"),
@@ -96,7 +97,7 @@ def test_what_no_job_can_have_is_refused(embedded: Database, given: dict, text: 
 @example("\0 \ud800 %s %(name)s :name {}")
 def test_any_text_is_stored_as_it_is(database: Database, text: str) -> None:
     jobs = Jobs(database)
-    name = text if text.isprintable() else "n"
+    name = f"n{text if text.isprintable() else ''}"
 
     job, _ = jobs.create({"text": text}, name=name, epochs=1, dataset_ids=[text])
 

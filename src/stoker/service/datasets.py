@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED_STATES, JOBS, Database, State
-from stoker.service.security import DataAccess
+from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
 # ----------------------------------------------------------------------------------------------------------
 # Requests to register or generate a data set.
 
 
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(check_name)]
 
 
 class _DatasetRequest(BaseModel):

@@ -30,6 +30,7 @@ from stoker.service.database import (
     append,
     before,
 )
+from stoker.service.security import check_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -347,6 +348,7 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
                 f"the {label} of a job has 1 to {NAME_LENGTH} printable characters; {text[:40]!r} "
                 f"({len(text)}) has not"
             )
+    check_name(name)
     if kind not in KINDS:
         raise ConfigError(f"a job of kind {kind!r} is unknown; there are {', '.join(KINDS)}")
     if not 1 <= epochs <= MAX_EPOCHS:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -30,7 +30,7 @@ from stoker.errors import (
 )
 from stoker.service.database import State
 from stoker.service.job_config import JobConfig
-from stoker.service.security import wants_page
+from stoker.service.security import check_name, wants_page
 from stoker.units import format_few
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class JobRequest(BaseModel):
     """A training job to make."""
 
     model_config = ConfigDict(extra="forbid")
-    job_name: str = Field(default="training", min_length=1, max_length=200)
+    job_name: Annotated[
+        str, Field(default="training", min_length=1, max_length=200), AfterValidator(check_name)
+    ]
     config: JobConfig
     description: str | None = Field(
         default=None,

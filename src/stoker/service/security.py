@@ -26,6 +26,7 @@ import secrets
 import stat
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -133,6 +134,32 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("an object names a member twice")
     return found
+
+
+_SEEN_AS_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs without ink: fillers of Hangul, and the empty Braille pattern."""
+
+
+def check_name(name: str) -> str:
+    """Return the name of a job or a data set, if a page shows it as it is.
+
+    Letters of all languages are allowed. Characters that reverse or hide the text around them are not.
+
+    >>> check_name("überfällig 100 %")
+    'überfällig 100 %'
+
+    Raises:
+        ConfigError: It is blank, or has a character that cannot be shown.
+    """
+    hidden = [letter for letter in name if not letter.isprintable()]
+    if hidden:
+        raise ConfigError(
+            f"the name has the character U+{ord(hidden[0]):04X}, which cannot be shown",
+            hint="Use letters, digits, signs and spaces",
+        )
+    if not any(unicodedata.category(one)[0] in "LNPS" and one not in _SEEN_AS_BLANK for one in name):
+        raise ConfigError("the name is blank", hint="Use at least one letter, digit or sign")
+    return name
 
 
 # ----------------------------------------------------------------------------------------------------------
