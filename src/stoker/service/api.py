@@ -54,14 +54,18 @@ PLAN_S = 300.0
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
+
+
+def _key(description: str) -> Any:
+    return Header(alias="Idempotency-Key", min_length=1, max_length=200, description=description)
+
+
 Key = Annotated[
     str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=200,
-        description="One key, one job: sent again, the answer is the job that was made first (200, not 201).",
-    ),
+    _key("One key, one job: sent again, the answer is the job that was made first (200, not 201)."),
+]
+ContinueKey = Annotated[
+    str | None, _key("Sent again for the same job, the answer is the job as it is, and no epochs are added.")
 ]
 
 
@@ -139,9 +143,9 @@ def resume_job(job_id: Id, services: ServicesDep) -> JobOut:
 
 
 @jobs_router.post("/jobs/{job_id}/continue", status_code=202, responses=error_responses(404, 409))
-def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep) -> JobOut:
+def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep, key: ContinueKey = None) -> JobOut:
     """Train a completed job for more epochs, from its last checkpoint."""
-    return JobOut.of(services.jobs.extend(job_id, body.additional_epochs))
+    return JobOut.of(services.jobs.extend(job_id, body.additional_epochs, key=key))
 
 
 @jobs_router.delete("/jobs/{job_id}", status_code=204, responses=error_responses(404, 409))

@@ -373,6 +373,15 @@ METRICS = Table(
 )
 """One row per epoch; an epoch that is trained again after a crash replaces its row."""
 
+EXTENSIONS = Table(
+    "extensions",
+    METADATA,
+    Column("job", String(36), ForeignKey(JOBS.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("key", String(200), primary_key=True),
+    Column("epochs", Integer, nullable=False),
+)
+"""One row per request with an idempotency key that gave a completed job more epochs."""
+
 EVENTS = Table(
     "events",
     METADATA,
