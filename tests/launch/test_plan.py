@@ -121,6 +121,21 @@ def test_an_offer_that_somebody_else_took_is_followed_by_the_next(project: Path,
     assert run_json("launch", "vast", "configs/c.yaml")["offer"]["id"] == 8
 
 
+@pytest.mark.parametrize("taken", [3, 4])
+def test_three_further_offers_are_tried(project: Path, vast: Vast, taken: int) -> None:
+    vast.instances = []
+    vast.offers = [OFFER | {"id": number, "dph_total": number / 100} for number in range(11, 17)]
+    vast.faults = [None, None, 404, 410, 400, 404][: 2 + taken]
+
+    if taken == 3:
+        assert run_json("launch", "vast", "configs/c.yaml")["offer"]["id"] == 14
+    else:
+        run("launch", "vast", "configs/c.yaml", exit_code=1)
+
+    asked = [path for method, path, *_ in vast.asked if method == "PUT"]
+    assert asked == [f"/v0/asks/{number}/" for number in (11, 12, 13, 14)]
+
+
 def test_a_run_is_not_started_twice(project: Path, vast: Vast) -> None:
     vast.instances = [INSTANCE | {"label": "stoker:c"}]
 

@@ -110,3 +110,17 @@ def test_weights_and_what_to_know_of_them_are_one_file(model: TriangulationModel
         assert json.loads(file.metadata()["statistics"]) == STATISTICS
         assert file.get_tensor("deviation").tolist() == [30_000.0, 20_000.0]
     assert sum(p.numel() for p in TriangulationModel(TriangulationShape()).parameters()) > 10_000
+
+
+def test_equal_weights_and_facts_are_equal_bytes(model: TriangulationModel, tmp_path: Path) -> None:
+    facts = {"statistics": STATISTICS, "config": {"epochs": 3}, "caches": {"train": "é"}, "kind": "radio"}
+    files = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for path in files:
+        save_model(path, model, facts)
+
+    assert len({path.read_bytes() for path in files}) == 1
+    with safe_open(files[0], "pt") as file:
+        assert {name: json.loads(text) for name, text in file.metadata().items()} == facts
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())

@@ -122,6 +122,9 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
         "cancelling": State.CANCELLED, "pending": State.PENDING, "queued": State.QUEUED,
     }  # fmt: skip
     assert after["running"].message == "its worker is gone"
+    more = [Jobs(database).extend(jobs["done"].id, 2, key="k") for _ in range(2)]
+    assert {(job.state, job.epochs) for job in more} == {(State.QUEUED, 3)}
+    Jobs(database).pause(jobs["done"].id)
     attempt = JobQueue(database).take("w")
     assert attempt is not None
     assert (attempt.job.name, attempt.number, attempt.position) == ("pending", 2, 50), "its wait is over"

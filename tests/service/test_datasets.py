@@ -11,13 +11,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError, SourceError, StalledError
-from stoker.service.database import Database, State
+from stoker.service.database import JOBS, Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
 from stoker.service.folders import JobFile, Journal
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
-from stoker.service.security import DataAccess
+from stoker.service.security import DataAccess, Roots
+from stoker.service.worker import WorkerSettings, worker_of
 from stoker.sources.sql.query import parse_database_url, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
@@ -178,6 +179,29 @@ def test_a_generated_data_set_is_there_once_its_job_made_it(
         PROBES["facts"](found.kind, found.spec)
 
 
+def test_one_path_is_one_data_set_however_it_is_written(database: Database, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    burgers_dataset(real)
+    (tmp_path / "link").symlink_to(real)
+    datasets = Datasets(
+        database,
+        tmp_path / "data",
+        Roots([tmp_path / "link"]).check,
+        probe=lambda *_, **__: {"samples": 1},
+        access=allowed(),
+    )
+    one = datasets.register(registration(kind="hdf5", name="one", path="burgers.hdf5"))
+
+    for path in (real / "burgers.hdf5", tmp_path / "link" / "burgers.hdf5", f"{real}/./burgers.hdf5"):
+        with pytest.raises(ConflictError, match="'one'"):
+            datasets.register(registration(kind="hdf5", name="two", path=str(path)))
+        again = datasets.register(registration(kind="hdf5", name="one", path=str(path)))
+        assert again.id == one.id
+    datasets.delete("one")
+    assert datasets.register(registration(kind="hdf5", name="two", path="burgers.hdf5")).id == one.id
+
+
 def making_job(datasets: Datasets, database: Database) -> tuple[str, str]:
     """A data set that is noted, and the job that makes it."""
     noted = datasets.generate(generation(kind="hdf5", name="new", trajectories=2, points=16, steps=3))
@@ -202,6 +226,31 @@ def test_a_data_set_whose_making_was_cancelled_is_not_being_made_for_ever(
     assert [one.health for one in datasets.list()] == ["bad"]
     Jobs(database).resume(job)
     assert datasets.get(id).health == "making"
+
+
+def test_a_job_whose_data_is_never_made_fails_and_names_the_job_that_was_to_make_it(
+    datasets: Datasets, database: Database, tmp_path: Path
+) -> None:
+    id, maker = making_job(datasets, database)
+    jobs, queue = Jobs(database), JobQueue(database)
+    job, _ = jobs.create({}, name="train", epochs=1, dataset_ids=[id])
+    worker = worker_of(WorkerSettings(name="w", state=str(tmp_path / "state"), access=allowed()), database)
+    jobs.pause(maker)
+    attempt = queue.take("w")
+    assert attempt is not None
+    worker.work(attempt)
+    assert jobs.get(job.id).state is State.PENDING, "the maker may continue, so the job waits"
+
+    jobs.cancel(maker)
+    with database.writing() as connection:
+        connection.execute(JOBS.update().values(not_before=0.0))
+    attempt = queue.take("w")
+    assert attempt is not None
+    worker.work(attempt)
+
+    failed = jobs.get(job.id)
+    assert failed.state is State.FAILED
+    assert maker in str(failed.error)
 
 
 def test_a_data_set_is_made_once_its_job_is_completed(datasets: Datasets, database: Database) -> None:
@@ -301,7 +350,6 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
         "postgresql:///x",
         "postgresql://other.example/x?host=lab.example",
         "postgresql://other.example/x?host=/tmp",
-        "postgresql://other.example,lab.example/x",
         "postgresql+psycopg://lab.example:5432/x",
     ],
 )
@@ -329,6 +377,25 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
         access=allowed(hinted),
     )
     assert followed.register(request).spec["url"] == url, "the hint works when it is followed"
+
+
+@pytest.mark.parametrize(
+    "server",
+    ["lab.example:5432,b:5432", "lab.example,b", "b,x@lab.example", "lab.example:db", "lab.example:0"],
+)
+def test_a_url_names_one_database_server(datasets: Datasets, tmp_path: Path, server: str) -> None:
+    """libpq asks each server of a list, also those that `urlsplit` does not see."""
+    named = Datasets(
+        datasets._database,
+        tmp_path,
+        Path,
+        probe=nothing,
+        access=allowed("lab.example"),
+    )
+
+    url = f"postgresql://{server}/x"
+    with pytest.raises(ConfigError, match="HOST"):
+        named.register(registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id))
 
 
 def test_a_database_server_that_the_operator_named_is_asked(datasets: Datasets, tmp_path: Path) -> None:

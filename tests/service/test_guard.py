@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.routing import Mount
 
+from stoker.service import pages
 from stoker.service.security import PUBLIC, RequestLimits
 from stoker.service.server import JOBS as JOBS_EARLIER
 from stoker.service.server import create_app, current_path
@@ -203,6 +205,26 @@ def test_every_answer_tells_the_browser_to_run_only_what_is_ours(here: Services,
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_browser_keeps_files_and_asks_whether_they_are_current(here: Services, token: Any) -> None:
+    app = create_app(here)
+    vendor = next((Path(pages.__file__).parent / "static/vendor").glob("htmx*.js")).name
+
+    script = ask(app, "GET", "/static/stoker.js", token)
+    again = ask(app, "GET", "/static/stoker.js", {**token, "if-none-match": script.headers["etag"]})
+    fixed = ask(app, "GET", f"/static/vendor/{vendor}", token)
+
+    assert (again.status, again.body) == (304, b"")
+    for answer in (script, again):
+        assert answer.headers["cache-control"] == "private, no-cache"
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert "immutable" in fixed.headers["cache-control"]
+    assert "private" in fixed.headers["cache-control"]
+    for path in (JOBS, "/static/nothing.js", "/machine"):
+        assert ask(app, "GET", path, token).headers["cache-control"] == "no-store"
+    old = {"if-none-match": script.headers["etag"]}
+    assert ask(app, "GET", "/static/stoker.js", old).status == 401, "without a session nothing is said"
 
 
 def post(app: Any, token: Any, body: bytes | list[bytes], **headers: str) -> Answer:

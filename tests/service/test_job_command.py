@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from stoker.errors import ConfigError, ConflictError, NotFoundError, ServiceError
+from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, ServiceError
 from stoker.service.client import ServiceClient
-from stoker.service.jobs import JobQueue, Line
+from stoker.service.database import State
+from stoker.service.jobs import Job, JobQueue, Jobs, Line, Outcome
 from tests.cli.commands import run, run_json
 from tests.service.running import CONFIG, Running, note_radio, serving
 
@@ -128,6 +129,35 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
     _, notes = run("job", "logs", made, "--follow", *at)
 
     assert notes.splitlines() == ["first", "second"]
+
+
+def test_epochs_are_added_once_where_the_first_answer_is_lost(
+    running: Running, at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = job("submit", SETTING, *at)
+    queue = JobQueue(running.services.database)
+    for other in running.services.jobs.list(State.QUEUED, limit=500):
+        running.services.jobs.pause(other.id) if other.id != made["id"] else None
+    attempt = queue.take("w")
+    assert attempt is not None
+    epochs = Line(kind="metrics", data={"epoch": 3})
+    queue.finish(attempt, Outcome(state=State.COMPLETED), lines=[epochs], position=1)
+    extend, keys = Jobs.extend, []
+
+    def lose_the_answer(self: Jobs, id: str, epochs: int, *, key: str | None = None) -> Job:
+        keys.append(key)
+        found = extend(self, id, epochs, key=key)
+        if len(keys) == 1:
+            raise DegradedError("the database does not answer")
+        return found
+
+    monkeypatch.setattr(Jobs, "extend", lose_the_answer)
+
+    more = job("continue", made["id"], "--epochs", "5", *at)
+
+    assert (more["status"], more["total_epochs"]) == ("queued", 8)
+    assert len(keys) == 2
+    assert len({*keys} - {None}) == 1
 
 
 @pytest.mark.parametrize(

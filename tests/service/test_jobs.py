@@ -79,6 +79,7 @@ def test_the_key_of_a_deleted_job_is_free(jobs: Jobs) -> None:
     [
         ({"name": ""}, "1 to 200 printable characters"),
         ({"name": "a\0b"}, "1 to 200 printable characters"),
+        ({"name": " "}, "blank"),
         ({"name": "x" * 201}, r"\(201\) has not"),
         ({"key": "\ud800"}, "idempotency key"),
         ({"kind": "mining"}, "training, generation"),
@@ -96,7 +97,7 @@ def test_what_no_job_can_have_is_refused(embedded: Database, given: dict, text: 
 @example("\0 \ud800 %s %(name)s :name {}")
 def test_any_text_is_stored_as_it_is(database: Database, text: str) -> None:
     jobs = Jobs(database)
-    name = text if text.isprintable() else "n"
+    name = f"n{text if text.isprintable() else ''}"
 
     job, _ = jobs.create({"text": text}, name=name, epochs=1, dataset_ids=[text])
 
@@ -162,10 +163,45 @@ def test_a_completed_job_takes_more_epochs_and_nothing_else(database: Database) 
     more = jobs.extend(job.id, 5)
 
     assert (more.state, more.epochs, more.ended) == (State.QUEUED, 7, None)
+    assert more.progress == pytest.approx(2 / 7), "the bar of a completed job is full, and this one is not"
     with pytest.raises(
         ConflictError, match="is queued and cannot be extended: that takes a job that is completed"
     ):
         jobs.extend(job.id, 5)
+
+
+def test_a_repeated_request_for_more_epochs_adds_none(database: Database) -> None:
+    """Its answer may have been lost, and the job may have run on and ended since."""
+    jobs, queue = Jobs(database), JobQueue(database)
+    job = completed(database, epoch=3)
+
+    def complete(epoch: int) -> None:
+        attempt = queue.take("worker")
+        assert attempt is not None
+        said = Line(kind="metrics", data={"epoch": epoch, "val_loss": 0.5})
+        queue.finish(attempt, Outcome(state=State.COMPLETED), lines=[said], position=9 + epoch)
+
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda _: jobs.extend(job.id, 5, key="a"), range(20)))
+    assert {(one.state, one.epochs) for one in answers} == {(State.QUEUED, 8)}
+    complete(8)
+    assert (jobs.extend(job.id, 5, key="a").state, jobs.get(job.id).epochs) == (State.COMPLETED, 8)
+    with pytest.raises(ConflictError, match=r"'a'.* 5 more epochs, and not 6"):
+        jobs.extend(job.id, 6, key="a")
+    with pytest.raises(ConfigError, match="idempotency key"):
+        jobs.extend(job.id, 5, key="\0")
+
+    assert jobs.extend(job.id, 5, key="b").epochs == 13
+    with pytest.raises(ConflictError, match="is queued"):
+        jobs.extend(job.id, 5, key="c")
+    complete(13)
+    assert jobs.extend(job.id, 5, key="a").epochs == 13, "also the key before the last"
+    other = completed(database)
+    assert jobs.extend(other.id, 5, key="a").epochs == 8, "the key counts for one job"
+    jobs.cancel(other.id)
+    jobs.delete(other.id)
+    with pytest.raises(NotFoundError):
+        jobs.extend(other.id, 5, key="a")
 
 
 def test_a_job_that_waits_or_runs_is_not_deleted(database: Database) -> None:

@@ -103,6 +103,30 @@ def test_a_wrong_setting_is_named(running: Running, change: dict[str, object], p
     assert running.services.jobs.count() == before
 
 
+def test_a_setting_that_training_would_refuse_is_refused_at_once(tmp_path: Path) -> None:
+    wrong = [
+        ("model.width", "abc"),
+        ("model.width", -5),
+        ("model.heads", 7),
+        ("training.shuffle", "nonsense"),
+        ("data.preset", "nope"),
+        ("data.preset", "${HOME}"),
+    ]
+    with serving(tmp_path / "state") as running:
+        running.client.post(running.api("/datasets/generate"), json={"kind": "hdf5", "name": "simulations"})
+        before = running.services.jobs.count()
+
+        for name, value in wrong:
+            for path in ("/jobs", "/plan"):
+                config = {"dataset_ids": ["simulations"], "settings": {name: value}}
+                answer = running.client.post(running.api(path), json={"config": config})
+
+                assert answer.status_code == 422, (path, name, value)
+                assert name in answer.json()["error"]
+                assert str(value) in answer.json()["error"]
+        assert running.services.jobs.count() == before
+
+
 def test_jobs_are_listed_by_status_and_page(running: Running, job: str) -> None:
     before = running.services.jobs.count()
     later = running.client.post(running.api("/jobs"), json=GUIDE).json()["id"]

@@ -197,6 +197,28 @@ def test_what_is_not_there_is_a_page_that_says_so(browser: httpx.Client) -> None
         assert answer.headers["content-type"].startswith("text/html") or path.startswith("/caches/..")
 
 
+def test_an_unknown_address_is_a_page_for_a_browser_and_json_for_a_program(
+    running: Running, browser: httpx.Client
+) -> None:
+    origin = {"origin": running.address}
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/jobs/x/y", 404),
+        ("HEAD", "/nothing", 404),
+        ("POST", "/jobs/new", 405),
+    ):
+        answer = browser.request(method, path, headers=origin)
+        told = running.client.request(method, running.address + path)
+
+        assert (answer.status_code, told.status_code) == (status, status)
+        assert answer.headers["content-type"].startswith("text/html")
+        assert method == "HEAD" or 'href="/"' in answer.text
+        assert told.headers["content-type"] == "application/json"
+        assert answer.headers.get("allow") == told.headers.get("allow")
+    api = browser.get("/api/v1/training/nothing")
+    assert (api.status_code, api.headers["content-type"]) == (404, "application/json")
+
+
 def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -468,6 +468,26 @@ def test_a_jobs_folder_that_cannot_be_listed_ends_neither_supervisor_nor_chores(
     supervisor.stop()
 
 
+def test_a_workers_lock_that_cannot_be_read_ends_no_supervisor(bench: Bench) -> None:
+    """Nobody knows whether its worker is dead. The jobs of the others are given back all the same."""
+    supervisor = WorkerSupervisor(bench.database, bench.state, plan(workers=0))
+    kept, lost = bench.make(), bench.make()
+    for name in ("host-1-0f0f0f0f", "by hand"):
+        assert JobQueue(bench.database).take(name) is not None
+    lock = bench.state.workers / "1.lock"
+    lock.mkdir()
+    supervisor.step()
+
+    assert str(lock) in str(bench.database.trouble.why)
+    assert bench.jobs.get(kept.id).state is State.RUNNING
+    assert bench.jobs.get(lost.id).state is not State.RUNNING
+    lock.rmdir()
+    supervisor._look_from = 0.0
+    supervisor.step()
+    assert bench.database.trouble.why is None
+    assert bench.jobs.get(kept.id).state is not State.RUNNING
+
+
 def test_workers_are_watched_while_a_folder_of_a_deleted_job_does_not_go(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -33,7 +33,7 @@ NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""
 TRIES = 4
-"""How often a job is submitted when the service does not answer; its key keeps it one job."""
+"""How often a request with a key is sent when the service does not answer; the key makes it one request."""
 Dir = Annotated[
     Path,
     # Not typer's own kind of path, which looks at it: its storage may not answer.
@@ -340,7 +340,8 @@ def job_continue(
     Example:
       stoker job continue 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --epochs 10
     """
-    out.show(_client(server, state_dir, token_file).more(id, epochs), _render_jobs)
+    client = _client(server, state_dir, token_file)
+    out.show(_ask_once(lambda key: client.more(id, epochs, key=key)), _render_jobs)
 
 
 @cli_command
@@ -435,13 +436,18 @@ def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Ser
 
 
 def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
-    """Make the job; a service that does not answer is asked again, with the same key."""
+    """Make the job."""
     body = _body(words)
     if name is not None:
         body["job_name"] = name
+    return _ask_once(lambda once: client.submit(body, key=once), key)
+
+
+def _ask_once(request: Callable[[str], dict[str, Any]], key: str | None = None) -> dict[str, Any]:
+    """Return the answer to a request; a service that does not answer is asked again, with the same key."""
     once = key or secrets.token_hex(16)
     policy = RetryPolicy(first_s=1.0, attempts=TRIES)
-    return retry(lambda: client.submit(body, key=once), (DegradedError, StalledError), policy)
+    return retry(lambda: request(once), (DegradedError, StalledError), policy)
 
 
 def _body(words: list[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from stoker.distributed.ranks import SINGLE_PROCESS, Ranks
@@ -445,8 +445,13 @@ class Classification:
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Write weights, and facts about them as JSON by name, to one file."""
+    """Write weights, and facts about them as JSON by name, to one file; equal ones give equal bytes."""
     make_folder(path.parent)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    data = save(weights, metadata={name: json.dumps(value) for name, value in facts.items()})
+    # The library writes the members of `metadata` in random order, so the header is written again, sorted.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
     with replace_atomically(path) as temporary:
-        save_file(weights, temporary, metadata={name: json.dumps(value) for name, value in facts.items()})
+        temporary.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])

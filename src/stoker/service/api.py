@@ -21,9 +21,9 @@ from stoker.schema import Json
 from stoker.service import stream
 from stoker.service.background import Operation
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
-from stoker.service.datasets import Dataset, Generation, Registration, describe, unmade
+from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
-from stoker.service.job_config import JobConfig, check
+from stoker.service.job_config import JobConfig, settings_of
 from stoker.service.jobs import Job
 from stoker.service.models import (
     DATASET,
@@ -71,14 +71,18 @@ FILE: dict[int | str, dict[str, Any]] = {
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
+
+
+def _key(description: str) -> Any:
+    return Header(alias="Idempotency-Key", min_length=1, max_length=200, description=description)
+
+
 Key = Annotated[
     str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=200,
-        description="One key, one job: sent again, the answer is the job that was made first (200, not 201).",
-    ),
+    _key("One key, one job: sent again, the answer is the job that was made first (200, not 201)."),
+]
+ContinueKey = Annotated[
+    str | None, _key("Sent again for the same job, the answer is the job as it is, and no epochs are added.")
 ]
 
 
@@ -156,9 +160,9 @@ def resume_job(job_id: Id, services: ServicesDep) -> JobOut:
 
 
 @jobs_router.post("/jobs/{job_id}/continue", status_code=202, responses=error_responses(404, 409))
-def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep) -> JobOut:
+def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep, key: ContinueKey = None) -> JobOut:
     """Train a completed job for more epochs, from its last checkpoint."""
-    return JobOut.of(services.jobs.extend(job_id, body.additional_epochs))
+    return JobOut.of(services.jobs.extend(job_id, body.additional_epochs, key=key))
 
 
 @jobs_router.delete("/jobs/{job_id}", status_code=204, responses=error_responses(404, 409))
@@ -304,7 +308,9 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
 
     Raises:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
-            configuration does not fit; or its encoder is not allowed.
+            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
+            allowed.
+        ConflictError: A data set was to be generated, and was not.
         PathRefusedError: A data set is outside the current roots.
     """
     try:
@@ -318,9 +324,10 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
     services.access.check_settings(config.settings)
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
-        if why := unmade(one):
-            raise ConflictError(f"data set {one.name!r} is {why}")
-    check(config, found)
+    folder = services.folder
+    settings_of(
+        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+    )
     return found
 
 

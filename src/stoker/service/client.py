@@ -77,9 +77,10 @@ class ServiceClient:
         """Cancel, pause or resume a job; return its new state."""
         return self._ask("POST", f"{_job(id)}/{what}")
 
-    def more(self, id: str, epochs: int) -> dict[str, Any]:
-        """Let a completed job train for more epochs."""
-        return self._ask("POST", f"{_job(id)}/continue", body={"additional_epochs": epochs})
+    def more(self, id: str, epochs: int, *, key: str | None = None) -> dict[str, Any]:
+        """Let a completed job train for more epochs; with a key it may be sent again and adds nothing."""
+        headers = {"Idempotency-Key": key} if key else {}
+        return self._ask("POST", f"{_job(id)}/continue", body={"additional_epochs": epochs}, headers=headers)
 
     def delete(self, id: str) -> None:
         """Delete a job that has ended."""

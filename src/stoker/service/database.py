@@ -373,6 +373,15 @@ METRICS = Table(
 )
 """One row per epoch; an epoch that is trained again after a crash replaces its row."""
 
+EXTENSIONS = Table(
+    "extensions",
+    METADATA,
+    Column("job", String(36), ForeignKey(JOBS.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("key", String(200), primary_key=True),
+    Column("epochs", Integer, nullable=False),
+)
+"""One row per request with an idempotency key that gave a completed job more epochs."""
+
 EVENTS = Table(
     "events",
     METADATA,
@@ -774,16 +783,16 @@ class Outbox:
         with self._database.reading() as connection:
             return [Event(**row) for row in connection.execute(query).mappings()]
 
-    def newest_of(self, kind: str, jobs: Collection[str]) -> dict[str, Event]:
-        """Return the newest event of a kind for each of the jobs that have one, by job."""
+    def newest_of(self, kinds: Collection[str], jobs: Collection[str]) -> list[Event]:
+        """Return the newest event of each kind of each of the jobs, in their order."""
         newest = (
             sa.select(sa.func.max(EVENTS.c.number))
-            .where(EVENTS.c.kind == kind, EVENTS.c.job.in_(tuple(jobs)))
-            .group_by(EVENTS.c.job)
+            .where(EVENTS.c.kind.in_(tuple(kinds)), EVENTS.c.job.in_(tuple(jobs)))
+            .group_by(EVENTS.c.job, EVENTS.c.kind)
         )
         with self._database.reading() as connection:
             rows = connection.execute(_WHOLE.where(EVENTS.c.number.in_(newest))).mappings()
-            return {row["job"]: Event(**row) for row in rows}
+            return [Event(**row) for row in rows]
 
     def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
         """Return the next events with at most `most` characters together, but at least one.

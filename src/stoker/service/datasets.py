@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED_STATES, JOBS, Database, State
-from stoker.service.security import DataAccess
+from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
 # ----------------------------------------------------------------------------------------------------------
 # Requests to register or generate a data set.
 
 
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(check_name)]
 
 
 class _DatasetRequest(BaseModel):
@@ -171,14 +171,16 @@ class Datasets:
             ConfigError: The URL is invalid or has a password.
             PathRefusedError: The path is outside the roots.
             SourceError: The data does not exist, or is of another kind.
-            ConflictError: The name, or the set of rows, is registered as something else.
+            ConflictError: The name is that of another data set, or the data is registered under another
+                name.
         """
         spec: dict[str, Any]
         if isinstance(request, RadioRows):
             id = str(request.set)
             spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
         else:
-            id, spec = str(uuid.uuid4()), {"path": str(self._check_path(request.path))}
+            path = str(self._check_path(request.path))  # one id, so one cache, for every way to register it
+            id, spec = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{request.kind} {path}")), {"path": path}
         facts: dict[str, Json] = self._probe("facts", request.kind, spec)
         if facts.pop("named_splits", False):
             spec["named_splits"] = True
@@ -360,9 +362,11 @@ class Datasets:
             raise ConflictError(f"data set {name!r} was deleted while it was added", hint="Try again")
         found = Dataset(**row)
         if any(getattr(found, field) != value for field, value in same.items()):
-            what = "exists under another name" if found.id == id else "is the name of another data set"
+            taken = found.name == name
+            what = "is the name of another data set" if taken else "exists under another name"
             raise ConflictError(
-                f"{name!r} {what}: {found.name!r} ({found.id})", hint="Use that one, or another name"
+                f"{name!r} {what}: {found.name!r} ({found.id})",
+                hint="Choose another name, or delete that data set" if taken else f"Use {found.name!r}",
             )
         return found
 
@@ -380,12 +384,17 @@ def describe(database: Database, ids: Sequence[str]) -> list[dict[str, Json]]:
 
     Raises:
         NotFoundError: Some are not registered any more; names all of them.
+        ConflictError: One was to be generated, and the job that was to make it has ended.
     """
     with database.reading() as connection:
-        return [
-            {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec, "health": one.health}
-            for one in _found(database, connection, ids)
-        ]
+        found = _found(database, connection, ids)
+    for one in found:
+        if why := unmade(one):
+            raise ConflictError(f"data set {one.name!r} is {why}")
+    return [
+        {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec, "health": one.health}
+        for one in found
+    ]
 
 
 def unmade(dataset: Dataset) -> str | None:

@@ -8,6 +8,7 @@ lists all fields.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -267,11 +268,13 @@ def settings_of(
         "training.latent_cache_dir": caches,
         "training.run_dir": run_dir,
     }
-    for text in texts_in(settings):
-        if "${" in text:
-            raise ConfigError(
-                f"{text[:80]!r} holds '${{', which is refused here", hint="Write the value itself"
-            )
+    for name, value in settings.items():
+        for text in texts_in(value):
+            if "${" in text:
+                raise ConfigError(
+                    f"the job: {name} {text[:80]!r} holds '${{', which is refused here",
+                    hint="Write the value itself",
+                )
     return make_config(settings, where="the job")
 
 
@@ -340,9 +343,13 @@ _OF_DATA = {"radio": _radio, "hdf5": _hdf5, "images": _images}
 
 
 def _task(dataset: Mapping[str, Any]) -> str:
-    """Return the name of the caches: the name of the data set, reduced to characters for a folder."""
-    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in str(dataset["name"]))
-    return f"{plain[:40].strip('_-') or 'data'}-{str(dataset['id'])[:8]}"
+    """Return the name of the caches: the data's file or folder, reduced to ASCII letters, and its id.
+
+    The name of the data set is not part of it, so that the same data under another name is not encoded again.
+    """
+    stem, id = PurePath(dataset["spec"]["path"]).stem, str(dataset["id"])
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in stem)
+    return f"{'generated' if stem == id else plain[:40].strip('_-') or 'data'}-{id[:8]}"
 
 
 def _wrong_fields(config: JobConfig, kind: str) -> Iterator[Problem]:

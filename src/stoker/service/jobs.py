@@ -22,6 +22,7 @@ from stoker.errors import ConfigError, ConflictError, LostAttemptError, NotFound
 from stoker.service.database import (
     DATASETS,
     ENDED_STATES,
+    EXTENSIONS,
     HELD_STATES,
     JOBS,
     METRICS,
@@ -30,6 +31,7 @@ from stoker.service.database import (
     append,
     before,
 )
+from stoker.service.security import check_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,17 +262,43 @@ class Jobs:
         allowed = (State.PAUSED, State.CANCELLED, State.FAILED)
         return self._ask(id, "resumed", allowed, values, already=tuple(WAITING_STATES))
 
-    def extend(self, id: str, epochs: int) -> Job:
+    def extend(self, id: str, epochs: int, *, key: str | None = None) -> Job:
         """Let a completed job train `epochs` more, from its last checkpoint.
+
+        The same `key` again returns the job and adds nothing, whatever its state is by then.
 
         Raises:
             NotFoundError: The job does not exist.
-            ConflictError: It is not completed; resume a stopped job first.
-            ConfigError: `epochs` is below 1 or too large.
+            ConflictError: It is not completed, so resume a stopped job first; or the key belongs to another
+                number of epochs.
+            ConfigError: `epochs` is below 1 or too large, or the key is invalid.
         """
-        _check(name="more", key=None, kind="training", epochs=epochs)
-        values = {"state": State.QUEUED, "epochs": JOBS.c.epoch + epochs, **self._fresh()}
-        return self._ask(id, "extended", (State.COMPLETED,), values, already=())
+        _check(name="more", key=key, kind="training", epochs=epochs)
+        same_key = sa.and_(EXTENSIONS.c.job == id, EXTENSIONS.c.key == key)
+        total = JOBS.c.epoch + epochs
+        values = {
+            "state": State.QUEUED,
+            "epochs": total,
+            "progress": 1.0 * JOBS.c.epoch / total,
+            **self._fresh(),
+        }
+        allowed = (State.COMPLETED,)
+        with self._database.writing() as connection:
+            job = self._moved(connection, id, allowed, values, ~sa.exists().where(same_key))
+            if job is not None:
+                if key is not None:
+                    connection.execute(EXTENSIONS.insert().values(job=id, key=key, epochs=epochs))
+                return job
+            job = _found(connection, id)
+            known = connection.execute(sa.select(EXTENSIONS.c.epochs).where(same_key)).scalar()
+        if known is None:
+            raise _refusal(job, "extended", allowed)
+        if known != epochs:
+            raise ConflictError(
+                f"the idempotency key {key!r} gave job {id} {known:,} more epochs, and not {epochs:,}",
+                hint="Use a new key for further epochs",
+            )
+        return job
 
     def delete(self, id: str) -> None:
         """Delete a job without a worker, with its metrics; the service removes its folder later.
@@ -324,21 +352,33 @@ class Jobs:
         *,
         already: Sequence[State],
     ) -> Job:
+        with self._database.writing() as connection:
+            if (job := self._moved(connection, id, allowed, values)) is None:
+                job = _found(connection, id)
+                if job.state not in already:
+                    raise _refusal(job, what, allowed)
+        return job
+
+    def _moved(
+        self,
+        connection: sa.Connection,
+        id: str,
+        allowed: Sequence[State],
+        values: Mapping[str, Any],
+        *only_if: sa.ColumnElement[bool],
+    ) -> Job | None:
+        """Return the job after its move and the event of it; None: it is in another state."""
         move = (
             JOBS.update()
-            .where(JOBS.c.id == id, JOBS.c.state.in_(allowed))
+            .where(JOBS.c.id == id, JOBS.c.state.in_(allowed), *only_if)
             .values(**values)
             .returning(*_FIELDS)
         )
-        with self._database.writing() as connection:
-            if (row := connection.execute(move).mappings().one_or_none()) is None:
-                job = _found(connection, id)
-                if job.state in already:
-                    return job
-                raise _refusal(job, what, allowed)
-            job = job_of(row)
-            kind = "resumed" if job.state is State.QUEUED else job.state.value
-            append(connection, self._database.wall, id, [(kind, {"epochs": job.epochs})])
+        if (row := connection.execute(move).mappings().one_or_none()) is None:
+            return None
+        job = job_of(row)
+        kind = "resumed" if job.state is State.QUEUED else job.state.value
+        append(connection, self._database.wall, id, [(kind, {"epochs": job.epochs})])
         return job
 
 
@@ -364,6 +404,7 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
                 f"the {label} of a job has 1 to {NAME_LENGTH} printable characters; {text[:40]!r} "
                 f"({len(text)}) has not"
             )
+    check_name(name)
     if kind not in KINDS:
         raise ConfigError(f"a job of kind {kind!r} is unknown; there are {', '.join(KINDS)}")
     if not 1 <= epochs <= MAX_EPOCHS:

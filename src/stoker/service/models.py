@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -30,6 +30,7 @@ from stoker.errors import (
 )
 from stoker.service.database import State
 from stoker.service.job_config import JobConfig
+from stoker.service.security import check_name, wants_page
 from stoker.units import format_few
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class JobRequest(BaseModel):
     """A training job to make."""
 
     model_config = ConfigDict(extra="forbid")
-    job_name: str = Field(default="training", min_length=1, max_length=200)
+    job_name: Annotated[
+        str, Field(default="training", min_length=1, max_length=200), AfterValidator(check_name)
+    ]
     config: JobConfig
     description: str | None = Field(
         default=None,
@@ -437,11 +440,30 @@ def as_json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` answer every error in this form."""
+def install(app: FastAPI, *, page: Callable[[Request, int, str], Response]) -> None:
+    """Make `app` answer every error in this form.
+
+    Args:
+        app: The application.
+        page: Makes the page of a status and a fact, for a browser at an address that no route has.
+    """
+
+    def of_routing(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        headers = dict(getattr(error, "headers", None) or {})
+        if "Allow" in headers:  # each method is a separate route, and the first one names only its own
+            headers["Allow"] = ", ".join(_allowed(request))
+        said = {404: "nothing is at this address", 405: "this address does not take that method"}
+        detail = said.get(status) or str(getattr(error, "detail", error))
+        if wants_page(request) and not request.url.path.startswith("/api/"):
+            response = page(request, status, detail)
+            response.headers.update(headers)
+            return response
+        return JSONResponse(error_body(detail), status, headers=headers)
+
     app.add_exception_handler(StokerError, _of_ours)
     app.add_exception_handler(RequestValidationError, _of_fields)
-    app.add_exception_handler(HTTPException, _of_routing)
+    app.add_exception_handler(HTTPException, of_routing)
 
 
 def status_of(error: Exception) -> int:
@@ -484,16 +506,6 @@ def _schema_of(request: Request) -> Schema:
 
 def _schema_of_field(field: Any) -> Schema:
     return schema_of(Annotated[field.field_info.annotation, field.field_info])
-
-
-def _of_routing(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = dict(getattr(error, "headers", None) or {})
-    if "Allow" in headers:  # each method is a separate route, and the first one names only its own
-        headers["Allow"] = ", ".join(_allowed(request))
-    said = {404: "nothing is at this address", 405: "this address does not take that method"}
-    detail = said.get(status) or str(getattr(error, "detail", error))
-    return JSONResponse(error_body(detail), status, headers=headers)
 
 
 def _allowed(request: Request) -> list[str]:

@@ -369,9 +369,21 @@ class _Flags(TypedDict):
     secure: bool
 
 
+class CachedFiles(StaticFiles):
+    """Files that a browser keeps: those of `vendor`, whose names have versions, without asking again."""
+
+    def file_response(self, full_path: Any, *given: Any, **named: Any) -> Response:
+        """Return a file with the lifetime of the browser's copy, or 304 if that is current."""
+        response = super().file_response(full_path, *given, **named)
+        is_vendor = Path(full_path).parent.name == "vendor"
+        lifetime = "private, max-age=31536000, immutable" if is_vendor else "private, no-cache"
+        response.headers["Cache-Control"] = lifetime
+        return response
+
+
 def static_files() -> StaticFiles:
     """Return the application for files under `/static`."""
-    return StaticFiles(directory=FOLDER / "static")
+    return CachedFiles(directory=FOLDER / "static")
 
 
 def page(request: Request, name: str, status: int = 200, **context: Any) -> HTMLResponse:
@@ -738,7 +750,7 @@ def _recent(services: Services, id: str, epoch: int) -> list[dict[str, Any]]:
 
 def _job(services: Services, id: str) -> dict[str, Any]:
     job = services.jobs.get(id)
-    started = services.outbox.newest_of("started", [job.id]).get(job.id)
+    started = next(iter(services.outbox.newest_of(("started",), [job.id])), None)
     told = started.data if started else {}
     now = time.time()
     rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
@@ -797,7 +809,9 @@ def _log(services: Services, id: str) -> dict[str, Any]:
 def _users(services: Services, fingerprint: str) -> list[Any]:
     """Return the newest jobs that train on a cache."""
     found = services.jobs.list(limit=USERS)
-    started = services.outbox.newest_of("started", [job.id for job in found])
+    started = {
+        event.job: event for event in services.outbox.newest_of(["started"], [job.id for job in found])
+    }
 
     def used(id: str) -> bool:
         caches: Any = (started[id].data.get("caches") if id in started else None) or ()

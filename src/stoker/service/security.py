@@ -26,6 +26,7 @@ import secrets
 import stat
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -133,6 +134,32 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("an object names a member twice")
     return found
+
+
+_SEEN_AS_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and signs without ink: fillers of Hangul, and the empty Braille pattern."""
+
+
+def check_name(name: str) -> str:
+    """Return the name of a job or a data set, if a page shows it as it is.
+
+    Letters of all languages are allowed. Characters that reverse or hide the text around them are not.
+
+    >>> check_name("überfällig 100 %")
+    'überfällig 100 %'
+
+    Raises:
+        ConfigError: It is blank, or has a character that cannot be shown.
+    """
+    hidden = [letter for letter in name if not letter.isprintable()]
+    if hidden:
+        raise ConfigError(
+            f"the name has the character U+{ord(hidden[0]):04X}, which cannot be shown",
+            hint="Use letters, digits, signs and spaces",
+        )
+    if not any(unicodedata.category(one)[0] in "LNPS" and one not in _SEEN_AS_BLANK for one in name):
+        raise ConfigError("the name is blank", hint="Use at least one letter, digit or sign")
+    return name
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -499,8 +526,7 @@ class Guard:
         """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
         status = refusal.status_code
         self._traffic.note(status, 0.0)
-        wants_page = request.method == "GET" and "text/html" in request.headers.get("accept", "")
-        if status == 401 and wants_page:
+        if status == 401 and request.method == "GET" and wants_page(request):
             response = self._login_page(request.scope["path"])
         else:
             fact, hint = refusal.problem
@@ -519,6 +545,11 @@ class Guard:
         """Return the headers for every answer that this one has not set itself."""
         names = {name.lower() for name, _ in given}
         return [(name, value) for name, value in self._headers if name not in names]
+
+
+def wants_page(request: Request) -> bool:
+    """Return True for a browser that opens an address; programs and scripts of pages want no HTML."""
+    return "text/html" in request.headers.get("accept", "")
 
 
 def _is_public(request: Request) -> bool:
@@ -623,9 +654,19 @@ class DataAccess:
         """Refuse a server that the operator did not allow, and options that reach files or change sessions.
 
         Raises:
-            ConfigError: The server or an option is not allowed.
+            ConfigError: The server or an option is not allowed, or more than one server is named.
         """
         parts = urlsplit(url)
+        try:
+            has_port = parts.port is None or parts.port > 0
+        except ValueError:
+            has_port = False
+        # libpq takes a comma for the next of several servers, and `hostname` has only one.
+        if not has_port or "," in parts.netloc:
+            raise ConfigError(
+                f"the database's URL names the server {parts.netloc.rpartition('@')[2]!r}",
+                hint="Expected one HOST or HOST:PORT",
+            )
         options = parse_qsl(parts.query, keep_blank_values=True)
         if refused := sorted({name for name, _ in options} - URL_OPTIONS):
             raise ConfigError(

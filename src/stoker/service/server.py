@@ -212,7 +212,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(pages.login_router)
     app.include_router(pages.router)
     app.mount("/static", pages.static_files(), name="static")
-    models.install(app)
+    models.install(app, page=pages.problem)
     app.add_middleware(LegacyAddresses)
     app.add_middleware(  # the last one added is asked first
         Guard,

@@ -109,7 +109,8 @@ class WorkerSupervisor:
         self._stopping = threading.Event()
         self._look_from = self._write_from = 0.0
         self._looked = self._heard_from = time.monotonic()
-        self._away = False
+        self._is_away = False
+        """True if the last step failed, which is logged once."""
         # Two threads: a disk that hangs under a job's folder delays the chores, but not the workers.
         self._watch: Ticket[None] | None = None
 
@@ -163,19 +164,39 @@ class WorkerSupervisor:
         self._look_from = now + min(1.0, timeout_s / 4)
         try:
             self._check_health(now)
-            self._away = False
             self._take_jobs_from_dead_workers()
         except DegradedError as error:
-            if not self._away:
+            if not self._is_away:
                 _log.error("%s", error)
-            self._away = True
+            self._is_away = True
+        except (StokerError, OSError) as error:
+            why = f"a dead worker may hold a job: {error}"
+            if not self._is_away:
+                _log.error("%s", why)
+            self._is_away = True
+            self._database.trouble.note("workers", why)
+        else:
+            self._is_away = False
+            self._database.trouble.note("workers", None)
 
     def _take_jobs_from_dead_workers(self) -> None:
-        """Give back the jobs of dead workers, also of an earlier service that has ended."""
+        """Give back the jobs of dead workers, also of an earlier service that has ended.
+
+        Raises:
+            DegradedError: The database does not answer.
+            StokerError, OSError: It is unknown whether a worker is dead; jobs of the others are given back.
+        """
+        unknown: StokerError | OSError | None = None
         for name in self._queue.workers() - {slot.name for slot in self._slots if slot.works}:
-            if self._is_dead(name):
-                for job in self._queue.release(name):
-                    _log.warning("job %s lost its worker and is now %s", job.id, job.state)
+            try:
+                is_dead = self._is_dead(name)
+            except (StokerError, OSError) as error:
+                unknown = error
+                continue
+            for job in self._queue.release(name) if is_dead else ():
+                _log.warning("job %s lost its worker and is now %s", job.id, job.state)
+        if unknown is not None:
+            raise unknown
 
     def _is_dead(self, name: str) -> bool:
         number = slot_of(name)
@@ -276,7 +297,7 @@ class WorkerSlot:
         why = "a worker of an earlier service holds it. Check its process"
         try:
             self.is_ours = self._lock.acquire()
-        except StokerError as error:  # for example, no space for the file
+        except (StokerError, OSError) as error:  # for example, no space for the file
             why = str(error)
         if not self.is_ours and now > self._complain_from:
             self._complain_from = now + SLOT_S
