@@ -254,14 +254,14 @@ def measure(
     own = [alone("encoder", threads, path, kind, probe)["sample_s"]]
     taken: dict[str, list[dict[str, float]]] = {}
     for _ in range(turns):
-        for workers in ("auto",) if layout == "contiguous" else ("auto", "1", "2"):
+        for asked in ("auto",) if layout == "contiguous" else ("auto", "1", "2"):
             target = folder / "cache"
-            result = alone("precompute", threads, path, kind, target, workers)
+            result = alone("precompute", threads, path, kind, target, asked)
             assert result["records"] == count
             log = Path(f"{target}.log")
             result["bytes_read_over_stored"] = total_read(log) / stored
             log.unlink(missing_ok=True)
-            taken.setdefault(workers, []).append(result)
+            taken.setdefault(asked, []).append(result)
             shutil.rmtree(target)
         own.append(alone("encoder", threads, path, kind, probe)["sample_s"])
     loop = alone("loop", threads, path, kind, folder / "loop")["sample_s"] * count
@@ -274,12 +274,12 @@ def measure(
         encoder if layout == "contiguous" else max(encoder, (encoder * min(threads, cores) + reading) / cores)
     )
     rows: list[dict[str, Any]] = []
-    for workers, results in taken.items():
+    for asked, results in taken.items():
         best = min(results, key=lambda result: result["wall_s"])
         wall = best["wall_s"]
         rows.append(
             {
-                "layout": layout, "encoder": kind, "threads": threads, "samples": count, "workers": workers,
+                "layout": layout, "encoder": kind, "threads": threads, "samples": count, "workers": asked,
                 "encoder_s": round(encoder, 2), "reading_s": round(reading, 2), "floor_s": round(floor, 2),
                 "wall_s": round(wall, 2), "loop_s": round(loop, 2), "workers_s": round(workers, 2),
                 "times_faster_than_workers": round(workers / wall, 2),
