@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -632,3 +633,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         grown.append(int(done.stdout))
 
     assert grown[1] < grown[0] + 8_000, "KiB"
+
+
+def test_an_error_that_passes_makes_no_other_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_npy(tmp_path / "f", 5, 4)
+    first = take(root, tmp_path / "first")
+    digested, failed = digest.digest_file, set[str]()
+
+    def fails_once(ref: Any, *, sampled: bool) -> Any:
+        if ref.name not in failed:
+            failed.add(ref.name)
+            raise SourceError("cannot be read") from OSError(errno.EIO, "Input/output error")
+        return digested(ref, sampled=sampled)
+
+    monkeypatch.setattr(digest, "digest_file", fails_once)
+    second = take(root, tmp_path / "second")
+
+    assert len(failed) == 5
+    assert second.fingerprint == first.fingerprint

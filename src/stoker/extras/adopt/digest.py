@@ -29,6 +29,8 @@ SAVED_EVERY_S = 10.0
 BATCH_FILES = 64
 """Small files that a thread digests before it takes more: handing one over costs as much as digesting it."""
 BATCH_BYTES = 8 * MIB
+TRIES = 2
+"""Times that a file is read before it counts as unreadable, which makes another cache."""
 UNREADABLE = "unreadable: "
 """What the digest of a file begins with that cannot be read."""
 
@@ -133,12 +135,15 @@ class _BlockDigester:
         path = self.root / part.file
         if (why := why_unreadable(path)) is not None:
             return f"{UNREADABLE}{why}"
-        try:
-            return digest_file(FileRef(name=part.file, path=path), sampled=part.sampled).digest
-        except SourceError as error:
-            if isinstance(error.__cause__, OSError):
-                return f"{UNREADABLE}{error.__cause__.errno}"
-            raise
+        errors: list[int | None] = []
+        while len(errors) < TRIES:
+            try:
+                return digest_file(FileRef(name=part.file, path=path), sampled=part.sampled).digest
+            except SourceError as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise
+                errors.append(error.__cause__.errno)
+        return f"{UNREADABLE}{errors[-1]}"
 
 
 def _batches(parts: Sequence[FilePart]) -> list[_Batch]:
