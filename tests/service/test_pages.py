@@ -14,12 +14,13 @@ import httpx
 import pytest
 
 import stoker
-from stoker.errors import ConflictError, DegradedError
+from stoker.errors import ConfigError, ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.client import ServiceClient
-from stoker.service.database import State
+from stoker.service.database import WAITING_STATES, State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
+from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
@@ -488,3 +489,62 @@ def test_a_cache_has_a_button_that_deletes_it(running: Running, browser: httpx.C
     mark = cached_rows(folder, "rows")
 
     assert f'hx-delete="/api/v1/training/caches/rows/{mark}"' in browser.get(f"/caches/rows/{mark}").text
+
+
+PLANNED = {
+    "tier": "host", "tiers": {"host": 300, "disk": 100}, "records": 400, "missing": 7, "bytes": 2048,
+    "reason": "300 of 400 records fit", "advice": "", "predicted_stall": 0.25, "predicted_stall_low": 0.2,
+    "predicted_stall_high": 0.3,
+}  # fmt: skip
+
+
+def test_a_new_job_is_planned_before_it_is_submitted(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = [
+        OperationOut(id="a", what="plan", state="completed", seconds=1.0, result=PLANNED, error=None),
+        ConfigError("model.width is 'abc'", hint="Expected a number"),
+        OperationOut(id="a", what="plan", state="running", seconds=20.0, result=None, error=None),
+    ]
+
+    def plan(*_: Any) -> Any:
+        answer = said.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(pages, "plan_job", plan)
+    for waiting in running.services.jobs.list(limit=1000):
+        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
+    known = "11111111-0000-4000-8000-000000000000"
+    note_radio(running.services, known, "known rows")
+    running.services.jobs.create(dict(CONFIG), name="before", epochs=3, dataset_ids=[known])
+    queue = JobQueue(running.services.database)
+    attempt = queue.take("w")
+    assert attempt is not None
+    row = {"epoch": 1, "seconds": 4.0, "eval_seconds": 1.0}
+    queue.report(attempt, [Line(kind="metrics", data=row)], position=1)
+
+    body = {"config": {"dataset_ids": ["known rows"], "epochs": 12}}
+    answers = [browser.post("/parts/plan", json=body, headers={"origin": running.address}) for _ in range(3)]
+    planned, refused, slow = (answer.text for answer in answers)
+
+    assert {answer.status_code for answer in answers} == {200}
+    for shown in (
+        "Records by tier: host 300 records, disk 100 records",
+        "25 %",
+        "20 %",
+        "30 %",
+        format_bytes(2048),
+    ):
+        assert shown in planned
+    assert "about 60 s" in planned  # 12 epochs of 5 s
+    assert f'href="/jobs/{attempt.job.id}"' in planned
+    assert "model.width is &#39;abc&#39;. Expected a number" in refused
+    assert "longer than 20 s" in slow
+
+
+def test_the_plan_of_a_form_that_is_not_complete_is_refused(running: Running, browser: httpx.Client) -> None:
+    answer = browser.post("/parts/plan", json={"config": {}}, headers={"origin": running.address})
+
+    assert answer.status_code == 404

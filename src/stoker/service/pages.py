@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, cast
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Query, Request
@@ -28,11 +28,21 @@ from starlette.staticfiles import StaticFiles
 import stoker
 from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
-from stoker.service.api import DatasetId, Id, Name, Print, get_files, inspect_cache, list_caches, why
+from stoker.service.api import (
+    DatasetId,
+    Id,
+    Name,
+    Print,
+    get_files,
+    inspect_cache,
+    list_caches,
+    plan_job,
+    why,
+)
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
-from stoker.service.models import status_of
+from stoker.service.models import JobRequest, status_of
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
 from stoker.service.timeline import PHASES, draw_timeline, timeline_of
@@ -128,11 +138,62 @@ def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
 
 def tier_bar(started: Event | None) -> list[BarPart]:
     """Return records by tier, from the `started` event of a job."""
-    tiers = started.data.get("tiers") if started else None
+    return tier_parts(started.data.get("tiers") if started else None)
+
+
+def tier_parts(tiers: object) -> list[BarPart]:
+    """Return records by tier as parts of a bar; none where `tiers` is no mapping."""
     if not isinstance(tiers, Mapping):
         return []
     held = [(tier, float(str(tiers.get(tier) or 0))) for tier in TIERS]
     return bar([(tier, count, format_count(count, "record"), tier) for tier, count in held if count])
+
+
+def expected_stall(plan: Mapping[str, Any]) -> str:
+    """Return the stall of a plan as text, or the steps from which on there is none.
+
+    >>> expected_stall({"predicted_stall": None, "no_stall_step_s": 0.002})
+    'none at steps of 2 ms or longer'
+    """
+    if (stall := plan.get("predicted_stall")) is not None:
+        low, high = plan.get("predicted_stall_low"), plan.get("predicted_stall_high")
+        likely = "" if low is None or high is None else f" ({format_percent(low)} to {format_percent(high)})"
+        return f"{format_percent(stall)}{likely}"
+    if (step_s := plan.get("no_stall_step_s")) is not None:
+        return f"none at steps of {format_seconds(step_s)} or longer"
+    return "not known until all records are encoded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimilarJob:
+    """A job on the same data."""
+
+    id: str
+    name: str
+    batch_size: int | None
+
+
+def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | None, float | None]:
+    """Return the newest job on the same data that has finished epochs, and the seconds that one takes."""
+    wanted = {one.id for one in services.datasets.resolve(config.dataset_ids)}
+    for job in services.jobs.list(limit=USERS):
+        if job.epoch < 1 or job.kind != "training":
+            continue
+        try:
+            known = {one.id for one in services.datasets.resolve(job.dataset_ids)}
+        except NotFoundError:  # forgotten since
+            continue
+        if known != wanted:
+            continue
+        after = max(0, job.epoch - PACE_EPOCHS)
+        rows = cast(
+            "Sequence[Mapping[str, Any]]", services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=after)
+        )
+        took = [row["seconds"] + (row.get("eval_seconds") or 0.0) for row in rows if row.get("seconds")]
+        if took:
+            size = cast("Any", job.config.get("batch_size"))
+            return SimilarJob(id=job.id, name=job.name, batch_size=size), sum(took) / len(took)
+    return None, None
 
 
 def spark(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -488,6 +549,8 @@ PACE_EPOCHS = 6
 """Last epochs that tell how long the others take."""
 LEAST_PROGRESS = 0.02
 """The same before there are two: the part of the job that must be done."""
+PLAN_WAIT_S = 20.0
+"""Timeout of the plan on the page of a new job."""
 USERS = 100
 """Newest jobs that are searched for users of a cache or data set."""
 
@@ -580,6 +643,26 @@ def compare_jobs(
         drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
         left_out=[label for label, of_job in zip(labels, rows, strict=True) if len(of_job) > POINTS_COMPARED],
         outcomes=outcomes(jobs, rows), differences=differences(configs),
+    )  # fmt: skip
+
+
+@router.post("/parts/plan")
+def part_plan(request: Request, services: ServicesDep, body: JobRequest) -> Response:
+    """Return what a job would do, or why that cannot be said."""
+    try:
+        found = plan_job(body, services, Response(), PLAN_WAIT_S)
+    except StokerError as error:
+        return page(request, "parts/plan.html", fact=error.fact, hint=error.hint, plan=None)
+    if found.result is None:
+        fact = found.error or f"The plan takes longer than {format_seconds(PLAN_WAIT_S)}"
+        return page(request, "parts/plan.html", fact=fact, hint="", plan=None)
+    plan: Mapping[str, Any] = found.result
+    similar, epoch_s = similar_job(services, body.config)
+    return page(
+        request, "parts/plan.html", fact="", plan=plan, parts=tier_parts(plan.get("tiers")),
+        stall=expected_stall(plan), similar=similar, epochs=body.config.epochs,
+        batch_size=body.config.batch_size,
+        took=None if epoch_s is None else f"about {format_seconds(epoch_s * body.config.epochs)}",
     )  # fmt: skip
 
 

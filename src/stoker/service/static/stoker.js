@@ -564,3 +564,36 @@ const log = document.getElementById("lines");
 if (log) place(log);
 const followed = document.querySelector("[data-events]");
 if (followed) follow(followed.dataset.events);
+
+// What a new job would do: asked for when a field has changed, the newest answer counts.
+
+const plan = document.getElementById("plan");
+let asked = 0;
+let soon = 0;
+
+async function showPlan() {
+  const form = document.querySelector("form.new");
+  if (!sets || !form.checkValidity()) return;
+  const own = ++asked;
+  plan.setAttribute("aria-busy", "true");
+  try {
+    const answer = await fetch("/parts/plan", {
+      method: "POST", headers: {"Content-Type": "application/json", Accept: "text/html"},
+      body: JSON.stringify(bodyOf(form, null)),
+    });
+    const text = answer.ok ? await answer.text() : "";
+    if (own === asked && text) plan.innerHTML = text;
+  } catch {
+    // Another change asks again, and submitting says what is wrong.
+  } finally {
+    if (own === asked) plan.removeAttribute("aria-busy");
+  }
+}
+
+if (plan) {
+  document.querySelector("form.new").addEventListener("change", () => {
+    clearTimeout(soon);
+    soon = setTimeout(showPlan, 400);
+  });
+  showPlan();
+}
