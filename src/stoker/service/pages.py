@@ -142,7 +142,7 @@ def tier_bar(started: Event | None) -> list[BarPart]:
 
 
 def tier_parts(tiers: object) -> list[BarPart]:
-    """Return records by tier as parts of a bar; none where `tiers` is no mapping."""
+    """Return records by tier as parts of a bar; empty unless `tiers` is a mapping."""
     if not isinstance(tiers, Mapping):
         return []
     held = [(tier, float(str(tiers.get(tier) or 0))) for tier in TIERS]
@@ -150,7 +150,7 @@ def tier_parts(tiers: object) -> list[BarPart]:
 
 
 def expected_stall(plan: Mapping[str, Any]) -> str:
-    """Return the stall of a plan as text, or the steps from which on there is none.
+    """Return the stall of a plan as text, or the shortest step that does not wait.
 
     >>> expected_stall({"predicted_stall": None, "no_stall_step_s": 0.002})
     'none at steps of 2 ms or longer'
