@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -750,6 +751,24 @@ metrics_router = APIRouter(tags=["machine"])
 machine_router = APIRouter(tags=["machine"])
 
 
+class AuditOut(BaseModel):
+    """A request that changed something, or tried to."""
+
+    number: int
+    at: str
+    who: str = Field(description="`token`, `session` and the beginning of its id; empty at a login.")
+    client: str = Field(description="The address that asked.")
+    method: str
+    path: str
+    status: int = Field(description="Of the answer; from 400 on nothing was changed.")
+
+
+class AuditList(BaseModel):
+    """Changes, the newest first."""
+
+    rows: list[AuditOut]
+
+
 class Health(BaseModel):
     """The web server answers. `/ready`, which needs the token, says what does not work."""
 
@@ -825,6 +844,17 @@ def get_ready(services: ServicesDep, response: Response) -> Ready:
 def get_machine(services: ServicesDep) -> Machine:
     """Return free memory by the tightest limit, CPUs, disk, GPUs, and the workers."""
     return Machine.model_validate(look_at_machine(services))
+
+
+@machine_router.get("/audit", responses=error_responses())
+def get_audit(
+    services: ServicesDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[int | None, Query(ge=1, lt=2**63, description="Only rows before this number.")] = None,
+) -> AuditList:
+    """Return who has changed what, the newest first: one row per request that changes something."""
+    rows = services.audit.read(limit=limit, before=before)
+    return AuditList(rows=[AuditOut.model_validate({**asdict(row), "at": utc(row.at)}) for row in rows])
 
 
 @machine_router.post("/login-codes", status_code=201, responses=error_responses())

@@ -382,6 +382,20 @@ EXTENSIONS = Table(
 )
 """One row per request with an idempotency key that gave a completed job more epochs."""
 
+AUDIT = Table(
+    "audit",
+    METADATA,
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("at", Real, nullable=False),
+    Column("who", String(60), nullable=False),
+    Column("client", String(100), nullable=False),
+    Column("method", String(10), nullable=False),
+    Column("path", String(500), nullable=False),
+    Column("status", Integer, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""One row per request that changes something; pruned as events are."""
+
 EVENTS = Table(
     "events",
     METADATA,

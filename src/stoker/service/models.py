@@ -336,6 +336,10 @@ MACHINE: Example = {
         {"slot": 0, "name": "node-0-9f31c2aa", "pid": 2121, "alive": True, "deaths": 0, "device": None}
     ],
 }  # fmt: skip
+AUDIT_ROW: Example = {
+    "number": 812, "at": "2026-03-01T12:00:00.123Z", "who": "session 9f31c2aa", "client": "127.0.0.1",
+    "method": "POST", "path": f"/api/v1/training/jobs/{JOB}/cancel", "status": 200,
+}  # fmt: skip
 LOGIN_CODE: Example = {"path": "/login?code=6eYVWuS94pygBw0nhGMeRP1hPgI1N4ep", "seconds": 600.0}
 _TOO_LARGE = "2048 is given. Expected a whole number from 1 to 1024"
 FAULT: Example = {
@@ -362,6 +366,8 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "JobMetrics": [JOB_METRICS],
         "JobTimeline": [JOB_TIMELINE],
         "JobFiles": [JOB_FILES],
+        "AuditOut": [AUDIT_ROW],
+        "AuditList": [{"rows": [AUDIT_ROW]}],
         "JobLog": [JOB_LOG],
         "DatasetOut": [DATASET_OUT],
         "DatasetList": [DATASET_LIST],

@@ -42,7 +42,7 @@ from stoker.service.api import (
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
-from stoker.service.models import JobRequest, status_of
+from stoker.service.models import JobRequest, status_of, utc
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
 from stoker.service.timeline import PHASES, draw_timeline, timeline_of
@@ -402,6 +402,7 @@ def ago(seconds: float) -> str:
 
 FILTERS = {
     "ago": ago,
+    "utc": utc,
     "bytes": format_bytes,
     "count": format_count,
     "number": number,
@@ -551,6 +552,7 @@ LEAST_PROGRESS = 0.02
 """The same before there are two: the part of the job that must be done."""
 PLAN_WAIT_S = 20.0
 """Timeout of the plan on the page of a new job."""
+ACTIVITY_SHOWN = 100
 USERS = 100
 """Newest jobs that are searched for users of a cache or data set."""
 
@@ -792,6 +794,17 @@ def show_cache(
         request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
         detail=detail, recipe=_flat(recipe), others=others, differences=differences, other=other,
         users=_users(services, fingerprint),
+    )  # fmt: skip
+
+
+@router.get("/activity")
+def show_activity(
+    request: Request, services: ServicesDep, before: Annotated[int | None, Query(ge=1, lt=2**63)] = None
+) -> Response:
+    """Return who has changed what."""
+    rows = services.audit.read(limit=ACTIVITY_SHOWN, before=before)
+    return page(
+        request, "activity.html", title="Activity", rows=rows, shown=ACTIVITY_SHOWN, now=time.time()
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from stoker.runtime.jsonio import read_object
 from stoker.sources.sql.query import parse_database_url
 
 if TYPE_CHECKING:
+    from stoker.service.audit import AuditLog
     from stoker.service.services import RequestTraffic
 
 # ----------------------------------------------------------------------------------------------------------
@@ -327,6 +328,8 @@ ONCE = ("host", "origin", "authorization", "cookie", "content-length", "sec-fetc
 UNREAD_BYTES, UNREAD_S = 4 << 20, 2.0
 """How much of the body of a refused request is read, so that the client gets the answer."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+UNNOTED = frozenset({"/parts/plan"})
+"""Addresses that are asked with a body and change nothing."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -372,6 +375,7 @@ class Guard:
         headers: Sent with every answer.
         login_page: Makes the page for a browser that has to log in first from the path that it asked for.
         traffic: Counts every answer.
+        audit: Keeps who has changed what.
     """
 
     def __init__(  # noqa: PLR0913 - what the service sets, by name
@@ -384,9 +388,10 @@ class Guard:
         headers: Sequence[tuple[str, str]],
         login_page: Callable[[str], Response],
         traffic: RequestTraffic,
+        audit: AuditLog,
     ) -> None:
         self._app = app
-        self._auth, self._limits, self._traffic = auth, limits, traffic
+        self._auth, self._limits, self._traffic, self._audit = auth, limits, traffic, audit
         self._login_page = login_page
         self._hosts = frozenset(host.lower() for host in hosts)
         self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
@@ -408,6 +413,7 @@ class Guard:
                 given = list(message.get("headers", []))
                 message["headers"] = given + self._missing(given)
                 self._traffic.note(message["status"], time.monotonic() - began)
+                self._note_change(request, message["status"])
             await send(message)
 
         try:
@@ -436,6 +442,21 @@ class Guard:
                 raise
             refusal = Refusal(500, "a fault of the service; its log has it")
         await self._refuse(request, refusal, receive, send, is_unread=is_unread)
+
+    def _note_change(self, request: Request, status: int) -> None:
+        """Keep who has asked for a change; strangers are kept only at the login, which anyone may try."""
+        session: BrowserSession | None = request.state.session
+        path = request.url.path
+        if request.method in SAFE or path in UNNOTED:
+            return
+        who = "token" if session is None else f"session {session.id[:8]}"
+        self._audit.note(
+            who="" if _is_public(request) else who,
+            client=request.client.host if request.client else "",
+            method=request.method,
+            path=path,
+            status=status,
+        )
 
     def _check_form(self, request: Request) -> None:
         headers = request.headers.raw

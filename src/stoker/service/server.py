@@ -222,6 +222,7 @@ def create_app(services: Services) -> FastAPI:
         headers=HEADERS,
         login_page=pages.log_in_first,
         traffic=services.traffic,
+        audit=services.audit,
     )
     return app
 

@@ -24,6 +24,7 @@ from stoker.errors import ConfigError, NotFoundError, ResourceError
 from stoker.monitor.meter import MissingGpu, open_gpu
 from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
+from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
@@ -342,6 +343,7 @@ class Services:
     jobs: Jobs
     outbox: Outbox
     datasets: Datasets
+    audit: AuditLog
     auth: Auth
     roots: Roots
     """Folders below which requests may name data."""
@@ -404,6 +406,7 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
         database=opened,
         jobs=jobs,
         outbox=outbox,
+        audit=AuditLog(opened),
         auth=Auth(token, ended=folder.path / "ended-sessions.json"),
         roots=known,
         datasets=Datasets(opened, folder.data, known.check, probe=FewProbes().probe, access=access),

@@ -24,6 +24,7 @@ from stoker.runtime.files import replace_atomically
 from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.child import Child, preload
 from stoker.runtime.threads import Pool, Ticket
+from stoker.service.audit import AuditLog
 from stoker.service.database import Database, Outbox, bind_folder
 from stoker.service.folders import DiskRoom, StateFolder
 from stoker.service.jobs import JobQueue, Jobs
@@ -216,6 +217,7 @@ class WorkerSupervisor:
         """Remove old events and the folders of deleted jobs; failures are logged and tried again later."""
         try:
             Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
+            AuditLog(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
             remove_orphans(self._folder, Jobs(self._database))
         except (DegradedError, OSError) as error:
             _log.warning("chores: %s. They are tried again in %g s", error, CHORES_EVERY_S)
