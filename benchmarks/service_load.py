@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import publish
-from stoker.service.client import ServiceClient
+from stoker.service.client import Client
 
 CONNECTIONS = 16
 EPOCHS = 5000
@@ -70,7 +70,7 @@ class Reader:
             self.free.get_nowait()[1].close()
 
 
-def measure(client: ServiceClient, token: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(client: Client, token: str, arguments: argparse.Namespace) -> dict[str, Any]:
     made = client.generate({"kind": "radio", "name": "radio", "rows": 4030})
     wait(client, made["job"]["id"], lambda job: job["status"] == "completed")
     config = {"dataset_ids": ["radio"], "batch_size": 256, "epochs": EPOCHS, "early_stop_patience": 0}
@@ -104,7 +104,7 @@ def measure(client: ServiceClient, token: str, arguments: argparse.Namespace) ->
     }
 
 
-def wait(client: ServiceClient, job: str, done: Any) -> None:
+def wait(client: Client, job: str, done: Any) -> None:
     deadline = time.monotonic() + 120
     while not done(found := client.job(job)["job"]):
         if found["status"] == "failed" or time.monotonic() > deadline:
@@ -127,7 +127,7 @@ def main() -> None:
             assert process.stdout is not None
             address = json.loads(process.stdout.readline())["address"]
             token = (state / "token").read_text().strip()
-            row = measure(ServiceClient(address, token), token, arguments)
+            row = measure(Client(address, token), token, arguments)
         finally:
             process.terminate()
             process.wait(90)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stoker.service.client import ServiceClient
+from stoker.service.client import Client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "service.md"
@@ -43,7 +43,7 @@ def test_the_first_job_of_the_guide_trains_on_the_data_made_for_it(tmp_path: Pat
             assert service.stdout is not None
             address = json.loads(service.stdout.readline())["address"]
             subprocess.run(["bash", "-c", typed(address)], cwd=tmp_path, check=True, timeout=120)
-            client = ServiceClient(address, (tmp_path / ".stoker/service/token").read_text().strip())
+            client = Client(address, (tmp_path / ".stoker/service/token").read_text().strip())
             jobs: list[dict[str, Any]] = []
             deadline = time.monotonic() + 600
             while not jobs or not {job["status"] for job in jobs} <= ENDED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, ServiceError
-from stoker.service.client import ServiceClient
+from stoker.service.client import Client
 from stoker.service.database import State
 from stoker.service.jobs import Job, JobQueue, Jobs, Line, Outcome
 from tests.cli.commands import run, run_json
+from tests.conftest import write_burgers
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 SETTING = f"dataset_ids=[{CONFIG['dataset_ids'][0]}]"
@@ -95,6 +97,35 @@ def test_files_of_a_job_are_listed_and_downloaded(running: Running, at: list[str
         refused = job("download", made, other, "--to", str(tmp_path / "other"), *at, exit_code=3)
         assert "no file" in refused["error"] or "does not exist" in refused["error"]
     assert not (tmp_path / "other").exists()
+
+
+def test_data_sets_are_registered_generated_listed_and_forgotten(
+    running: Running, at: list[str], tmp_path: Path
+) -> None:
+    file = write_burgers(running.services.folder.data / "raw.hdf5")
+    made = job("register", "kind=hdf5", "name=2026", f"path={file}", *at)
+    assert (made["name"], made["kind"], made["facts"]["samples"] > 0) == ("2026", "hdf5", True)
+    generated = job("generate", "kind=radio", "name=lab", "rows=5", *at)
+    assert generated["job"]["job_type"] == "generation"
+    listed = {one["name"]: one["id"] for one in job("datasets", *at)["datasets"]}
+    assert {"2026": made["id"], "lab": generated["dataset"]["id"]}.items() <= listed.items()
+    assert job("forget", "2026", "--yes", *at) == {"forgotten": made["id"]}
+    assert "2026" not in {one["name"] for one in job("datasets", *at)["datasets"]}
+    assert file.exists()
+    assert "KEY=VALUE" in job("register", "waves.h5", *at, exit_code=3)["error"]
+    assert "kind" in job("register", "kind=movie", "name=x", *at, exit_code=3)["error"]
+
+
+def test_a_client_plans_and_says_who_has_changed_what(running: Running) -> None:
+    client = Client(running.address, running.token)
+    client.submit({"config": dict(CONFIG)})
+    until = time.monotonic() + 20
+    while not (rows := client.audit(limit=1)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+    assert rows[0]["method"] == "POST"
+    with pytest.raises(ConfigError, match="epochs"):
+        client.plan({"config": {**CONFIG, "epochs": 0}})
 
 
 def test_metrics_are_downloaded_as_csv(running: Running, at: list[str], tmp_path: Path) -> None:
@@ -236,17 +267,17 @@ def test_the_token_is_not_sent_to_a_proxy_and_not_in_messages(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    client = ServiceClient(running.address, running.token)
+    client = Client(running.address, running.token)
 
     assert client.jobs(limit=1)["limit"] == 1
     with pytest.raises(NotFoundError):
         client.job("x")
     with pytest.raises(ServiceError) as refused:
-        ServiceClient(running.address, "wrong" * 10).jobs()
+        Client(running.address, "wrong" * 10).jobs()
     assert refused.value.status in (401, 429)
     assert "wrong" * 10 not in str(refused.value)
     with pytest.raises(ConflictError):
         client.delete(client.submit({"config": CONFIG})["id"])
     for bad in ("ftp://x", "http://u:p@x", "x"):
         with pytest.raises(ConfigError):
-            ServiceClient(bad, running.token)
+            Client(bad, running.token)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stoker.service import server, stream
-from stoker.service.client import ServiceClient, StreamEvent
+from stoker.service.client import Client, StreamEvent
 from stoker.service.database import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
@@ -42,8 +42,8 @@ def tell(running: Running, job: str, count: int, *, size: int = 10) -> None:
         append(connection, database.wall, job, happened)
 
 
-def client_of(running: Running) -> ServiceClient:
-    return ServiceClient(running.address, running.token)
+def client_of(running: Running) -> Client:
+    return Client(running.address, running.token)
 
 
 def take(told: Iterator[StreamEvent], count: int) -> list[StreamEvent]:

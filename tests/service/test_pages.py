@@ -17,7 +17,7 @@ import stoker
 from stoker.errors import ConfigError, ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
-from stoker.service.client import ServiceClient
+from stoker.service.client import Client
 from stoker.service.database import WAITING_STATES, State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from stoker.service.models import OperationOut
@@ -251,7 +251,7 @@ def test_fact_and_hint_are_apart_on_a_page_in_json_and_at_a_client(
     assert (page.status_code, answer.status_code) == (409, 409)
     assert answer.json() == {"error": f"{fact}. {hint}", "fact": fact, "hint": hint, "fields": []}
     with pytest.raises(ConflictError) as refused:
-        ServiceClient(running.address, running.token).jobs()
+        Client(running.address, running.token).jobs()
     assert (refused.value.fact, refused.value.hint) == (fact, hint)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from stoker.errors import ConfigError
 from stoker.service import server
-from stoker.service.client import ServiceClient
+from stoker.service.client import Client
 from stoker.service.security import RequestLimits
 from stoker.service.supervisor import WorkerPlan
 from tests.cli.commands import run
@@ -171,7 +171,7 @@ def test_a_service_starts_answers_and_ends_in_order(tmp_path: Path) -> None:
         assert httpx.get(f"{address}/health", trust_env=False).json() == {"status": "ok"}
         assert httpx.get(started["login"], trust_env=False).status_code == 303
         token = (state / "token").read_text().strip()
-        assert ServiceClient(address, token).jobs()["jobs"] == []
+        assert Client(address, token).jobs()["jobs"] == []
         assert token not in Path(f"/proc/{process.pid}/cmdline").read_text()
         modes = {path.name: path.stat().st_mode & 0o777 for path in state.iterdir()}
         assert {name for name, mode in modes.items() if mode & 0o077} == set(), "for nobody else"
@@ -221,7 +221,7 @@ def test_a_job_that_passes_a_limit_fails_and_says_which(
     tmp_path: Path, limit: tuple[str, str], said: str
 ) -> None:
     with service(tmp_path / "state", "--workers", "1", *limit) as (_, started):
-        client = ServiceClient(started["address"], (tmp_path / "state" / "token").read_text().strip())
+        client = Client(started["address"], (tmp_path / "state" / "token").read_text().strip())
         job = client.generate({"kind": "radio", "name": "radio", "rows": 1_000_000})["job"]["id"]
         deadline = time.monotonic() + 120
         while (found := client.job(job)["job"])["status"] not in ("failed", "completed"):
@@ -236,7 +236,7 @@ def test_a_job_that_passes_a_limit_fails_and_says_which(
 def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: Path) -> None:
     state = tmp_path / "state"
 
-    def wait(client: ServiceClient, job: str, *states: str) -> dict[str, Any]:
+    def wait(client: Client, job: str, *states: str) -> dict[str, Any]:
         deadline = time.monotonic() + 120
         while (found := client.job(job)["job"])["status"] not in states:
             assert time.monotonic() < deadline, found
@@ -245,7 +245,7 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
         return found
 
     with service(state, "--workers", "1") as (process, started):
-        client = ServiceClient(started["address"], (state / "token").read_text().strip())
+        client = Client(started["address"], (state / "token").read_text().strip())
         headers = {"Authorization": f"Bearer {(state / 'token').read_text().strip()}"}
         made = httpx.post(
             f"{started['address']}/api/v1/training/datasets/generate",
@@ -274,7 +274,7 @@ def test_the_guides_job_trains_and_is_read_back_also_after_a_restart(tmp_path: P
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0
     with service(state, "--workers", "1") as (process, started):
-        client = ServiceClient(started["address"], (state / "token").read_text().strip())
+        client = Client(started["address"], (state / "token").read_text().strip())
         found = wait(client, job, "completed")
         assert (found["attempt"], found["current_epoch"]) == (2, 60)
         assert [row["epoch"] for row in client.metrics(job, limit=1000)] == list(range(1, 61))

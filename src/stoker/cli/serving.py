@@ -20,10 +20,10 @@ from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
 from stoker.runtime.threads import RetryPolicy, retry
-from stoker.units import format_bytes, format_percent
+from stoker.units import format_bytes, format_count, format_percent
 
 if TYPE_CHECKING:
-    from stoker.service.client import ServiceClient
+    from stoker.service.client import Client, JobRow
     from stoker.service.executor import RayTarget
     from stoker.service.server import ServiceInfo
 
@@ -32,6 +32,8 @@ NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 """Packages of the extra `service`."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""
+TEXTS = frozenset({"kind", "name", "path", "url", "set", "table"})
+"""Settings of a data set that are text whatever they look like."""
 TRIES = 4
 """How often a request with a key is sent when the service does not answer; the key makes it one request."""
 Dir = Annotated[
@@ -180,6 +182,9 @@ Server = Annotated[
 TokenFile = Annotated[
     Path | None,
     typer.Option("--token-file", readable=False, help=f"Default: ${TOKEN}, else that of the folder."),
+]
+DatasetWords = Annotated[
+    list[str], typer.Argument(metavar="KEY=VALUE", help="kind=, name= and what the kind takes.")
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job; `stoker job list` shows them.")]
 
@@ -352,7 +357,7 @@ def job_files(
     state_dir: Dir = STATE_DIR,
     token_file: TokenFile = None,
 ) -> None:
-    """List the files of a job: model, report, checkpoints.
+    """List the files of a job.
 
     \b
     Example:
@@ -414,6 +419,85 @@ def job_delete(
 
 
 @cli_command
+def job_datasets(
+    out: CommandOutput, server: Server = None, state_dir: Dir = STATE_DIR, token_file: TokenFile = None
+) -> None:
+    """List the data sets that jobs may name.
+
+    \b
+    Example:
+      stoker job datasets
+    """
+    out.show(_client(server, state_dir, token_file).datasets(limit=500), _render_datasets)
+
+
+@cli_command
+def job_register(
+    out: CommandOutput,
+    words: DatasetWords,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Register data that exists for jobs.
+
+    Simulations (kind=hdf5), images in a folder for each class (kind=images), or radio rows of a database
+    (kind=radio).
+
+    \b
+    Example:
+      stoker job register kind=hdf5 name=waves path=waves/train.h5
+      stoker job register kind=images name=cells path=cells
+    """
+    made = _client(server, state_dir, token_file).register(_settings(words))
+    out.show(made, _render_datasets)
+
+
+@cli_command
+def job_generate(
+    out: CommandOutput,
+    words: DatasetWords,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Generate data for jobs: radio rows or simulations.
+
+    \b
+    Example:
+      stoker job generate kind=radio name=radio rows=4030
+      stoker job generate kind=hdf5 name=burgers trajectories=64
+    """
+    made = _client(server, state_dir, token_file).generate(_settings(words))
+    out.show(made, lambda found, console: _render_datasets(found["dataset"], console))
+
+
+@cli_command
+def job_forget(
+    out: CommandOutput,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
+    yes: Yes = False,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Remove a data set from the list.
+
+    Its files and caches stay.
+
+    \b
+    Example:
+      stoker job forget waves --yes
+    """
+    client = _client(server, state_dir, token_file)
+    found = client.dataset(name)
+    if not yes:
+        out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
+    client.forget(found["id"])
+    out.show({"forgotten": found["id"]}, _render_values)
+
+
+@cli_command
 def job_login(
     out: CommandOutput, server: Server = None, state_dir: Dir = STATE_DIR, token_file: TokenFile = None
 ) -> None:
@@ -427,15 +511,15 @@ def job_login(
     out.show({"login": client.address + client.login_path()}, _render_values)
 
 
-def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
-    from stoker.service.client import ServiceClient, read_address, read_token
+def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Client:
+    from stoker.service.client import Client, read_address, read_token
 
     address = server or os.environ.get(SERVER) or read_address(state_dir)
     named = os.environ.get(TOKEN) if token_file is None else None
-    return ServiceClient(address, named or read_token(token_file or state_dir / "token"))
+    return Client(address, named or read_token(token_file or state_dir / "token"))
 
 
-def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
+def _submit(client: Client, words: list[str], name: str | None, key: str | None) -> JobRow:
     """Make the job."""
     body = _body(words)
     if name is not None:
@@ -443,11 +527,26 @@ def _submit(client: ServiceClient, words: list[str], name: str | None, key: str 
     return _ask_once(lambda once: client.submit(body, key=once), key)
 
 
-def _ask_once(request: Callable[[str], dict[str, Any]], key: str | None = None) -> dict[str, Any]:
+def _ask_once(request: Callable[[str], JobRow], key: str | None = None) -> JobRow:
     """Return the answer to a request; a service that does not answer is asked again, with the same key."""
     once = key or secrets.token_hex(16)
     policy = RetryPolicy(first_s=1.0, attempts=TRIES)
     return retry(lambda: request(once), (DegradedError, StalledError), policy)
+
+
+def _settings(words: list[str]) -> dict[str, Any]:
+    """Return KEY=VALUE words by key; values are read as YAML, names stay text."""
+    import yaml
+
+    if odd := [word for word in words if "=" not in word]:
+        raise ConfigError(f"expected KEY=VALUE, found {odd[0]!r}", hint="As kind=radio name=lab")
+    pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
+    try:
+        return {key: value if key in TEXTS else yaml.safe_load(value) for key, value in pairs.items()}
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"a setting cannot be read: {' '.join(str(error).split())}", hint="Expected KEY=VALUE"
+        ) from None
 
 
 def _body(words: list[str]) -> dict[str, Any]:
@@ -482,7 +581,7 @@ def _body(words: list[str]) -> dict[str, Any]:
     return {**body, "config": {**body["config"], **given}}
 
 
-def _follow(out: CommandOutput, client: ServiceClient, id: str) -> None:
+def _follow(out: CommandOutput, client: Client, id: str) -> None:
     """Show the log as it grows; the exit code is that of the job."""
     place = 0
     while True:
@@ -538,6 +637,19 @@ def _render_job(found: Mapping[str, Any], console: Console) -> None:
     ]
     if rows:
         table(console, [bold(*shown), *rows], fixed=5, right=range(5), gap=2)
+
+
+def _render_datasets(found: Mapping[str, Any], console: Console) -> None:
+    rows = found.get("datasets", [found])
+    if not rows:
+        console.print("no data sets yet. `stoker job register` and `stoker job generate` make one")
+        return
+    shown = [bold("name", "kind", "samples", "health", "id")]
+    for one in rows:
+        samples = one["facts"].get("samples")
+        count = "-" if samples is None else format_count(samples)
+        shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"]))
+    table(console, shown, fixed=5, right=range(2, 3), gap=2)
 
 
 def _render_files(found: Mapping[str, Any], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""A thin client of the service, for the command line and for scripts; needs nothing but Python."""
+"""A thin client of the service, for the command line and for scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 from stoker.errors import (
@@ -43,11 +43,96 @@ class StreamEvent:
     data: dict[str, Any]
 
 
-class ServiceClient:
-    """Calls one service."""
+class JobRow(TypedDict):
+    """One job, as the service answers it; docs/reference/http-api.md has all fields."""
+
+    id: str
+    job_name: str
+    job_type: Literal["training", "generation"]
+    status: str
+    """`pending`, `queued`, `running`, `paused`, `completed`, `failed` and others."""
+    config: dict[str, Any]
+    dataset_ids: list[str]
+    current_epoch: int
+    total_epochs: int
+    progress_percent: float
+    progress_message: str
+    train_loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    best_epoch: int | None
+    stall: float | None
+    tier: str | None
+    error_message: str | None
+    exit_code: int | None
+
+
+class JobPage(TypedDict):
+    """A page of jobs, the newest first."""
+
+    jobs: list[JobRow]
+    total: int
+    limit: int
+    offset: int
+
+
+class JobDetail(TypedDict):
+    """A job with its last epochs."""
+
+    job: JobRow
+    recent_metrics: list[dict[str, Any]]
+    events_after: int
+    """Follow events from this number on, and none is missed."""
+
+
+class DatasetRow(TypedDict):
+    """One data set that jobs may name."""
+
+    id: str
+    name: str
+    kind: Literal["radio", "hdf5", "images"]
+    origin: Literal["registered", "generated"]
+    spec: dict[str, Any]
+    facts: dict[str, Any]
+    health: str
+    report: list[dict[str, Any]]
+
+
+class DatasetPage(TypedDict):
+    """A page of data sets."""
+
+    datasets: list[DatasetRow]
+    total: int
+    limit: int
+    offset: int
+
+
+class Client:
+    """Speaks to one running service; needs nothing but Python.
+
+    Args:
+        address: `http://HOST:PORT`, as `stoker serve` prints it.
+        token: The text of the file `token` in its state folder.
+        timeout_s: Seconds to wait for an answer.
+
+    Raises:
+        ConfigError: The address is not valid, or the token has characters that no header takes.
+
+    Examples:
+        >>> client = Client("http://127.0.0.1:8765", "secret")
+        >>> client.address
+        'http://127.0.0.1:8765'
+
+        With a service that runs there:
+
+        ```python
+        job = client.submit({"job_name": "night", "config": {"dataset_ids": ["radio"], "epochs": 50}})
+        for event in client.follow(f"/jobs/{job['id']}/events", 0):
+            print(event.kind, event.data)
+        ```
+    """
 
     def __init__(self, address: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises: ConfigError: the address is not valid, or the token has characters that no header takes."""
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise ConfigError(f"{address} is not the address of a service", hint="Expected http://HOST:PORT")
@@ -60,27 +145,29 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._http = HttpClient(timeout_s=timeout_s, uses_proxies=False)  # one would be sent the token
 
-    def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
+    def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> JobRow:
         """Create a job; with a key it may be sent again without creating two."""
-        return self._ask("POST", "/jobs", body=body, headers={"Idempotency-Key": key} if key else {})
+        headers = {"Idempotency-Key": key} if key else {}
+        return cast("JobRow", self._ask("POST", "/jobs", body=body, headers=headers))
 
-    def jobs(self, *, status: str | None = None, limit: int = 50, offset: int = 0) -> dict[str, Any]:
-        """Return a page of jobs, the newest first: `jobs`, `total`."""
+    def jobs(self, *, status: str | None = None, limit: int = 50, offset: int = 0) -> JobPage:
+        """Return a page of jobs, the newest first."""
         query = {"limit": limit, "offset": offset, **({"status": status} if status else {})}
-        return self._ask("GET", f"/jobs?{urlencode(query)}")
+        return cast("JobPage", self._ask("GET", f"/jobs?{urlencode(query)}"))
 
-    def job(self, id: str) -> dict[str, Any]:
-        """Return one job: `job`, `recent_metrics`, `events_after`."""
-        return self._ask("GET", _job(id))
+    def job(self, id: str) -> JobDetail:
+        """Return one job."""
+        return cast("JobDetail", self._ask("GET", _job(id)))
 
-    def act(self, id: str, what: Act) -> dict[str, Any]:
+    def act(self, id: str, what: Act) -> JobRow:
         """Cancel, pause or resume a job; return its new state."""
-        return self._ask("POST", f"{_job(id)}/{what}")
+        return cast("JobRow", self._ask("POST", f"{_job(id)}/{what}"))
 
-    def more(self, id: str, epochs: int, *, key: str | None = None) -> dict[str, Any]:
+    def more(self, id: str, epochs: int, *, key: str | None = None) -> JobRow:
         """Let a completed job train for more epochs; with a key it may be sent again and adds nothing."""
         headers = {"Idempotency-Key": key} if key else {}
-        return self._ask("POST", f"{_job(id)}/continue", body={"additional_epochs": epochs}, headers=headers)
+        body = {"additional_epochs": epochs}
+        return cast("JobRow", self._ask("POST", f"{_job(id)}/continue", body=body, headers=headers))
 
     def delete(self, id: str) -> None:
         """Delete a job that has ended."""
@@ -130,6 +217,35 @@ class ServiceClient:
             if stream.missing_bytes:
                 raise StalledError(f"{name} ended {stream.missing_bytes} bytes early", hint="Try again")
         return size
+
+    def plan(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a job would do, without encoding: an operation, whose `result` is the plan.
+
+        Args:
+            body: As for `submit`.
+        """
+        return self._ask("POST", "/plan", body=body)
+
+    def datasets(self, *, limit: int = 50, offset: int = 0) -> DatasetPage:
+        """Return a page of the data sets that jobs may name."""
+        query = urlencode({"limit": limit, "offset": offset})
+        return cast("DatasetPage", self._ask("GET", f"/datasets?{query}"))
+
+    def dataset(self, id: str) -> DatasetRow:
+        """Return one data set, by id or name."""
+        return cast("DatasetRow", self._ask("GET", f"/datasets/{quote(id, safe='')}"))
+
+    def register(self, body: Mapping[str, Any]) -> DatasetRow:
+        """Register data that exists, as `{"kind": "hdf5", "name": "waves", "path": "waves.h5"}`."""
+        return cast("DatasetRow", self._ask("POST", "/datasets", body=body))
+
+    def forget(self, id: str) -> None:
+        """Remove a data set from the list; its files and caches stay."""
+        self._ask("DELETE", f"/datasets/{quote(id, safe='')}")
+
+    def audit(self, *, limit: int = 100) -> list[dict[str, Any]]:
+        """Return who has changed what, the newest first."""
+        return self._ask("GET", f"/audit?limit={limit}")["rows"]
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Generate a data set; return `dataset` and the `job` that makes it."""
