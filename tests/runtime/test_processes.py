@@ -22,6 +22,7 @@ from stoker.errors import ResourceError
 from stoker.runtime.processes import child as child_module
 from stoker.runtime.processes.child import LIGHT, TORCH, Child, Drain, Output, preload, set_start_method
 from stoker.runtime.processes.entry import Connection, limit_memory
+from stoker.runtime.processes.heartbeat import HeartbeatPage
 from stoker.runtime.processes.preloaded import NotPreloadedError, Preloaded, preloaded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloaded processes are of Linux")
@@ -740,3 +741,27 @@ def test_words_of_preloading_are_modules_that_exist() -> None:
 
     for name in TORCH:
         importlib.import_module(name)
+
+
+BEATS = """
+import sys, time
+from stoker.runtime.processes.heartbeat import HeartbeatPage
+page, until = HeartbeatPage(int(sys.argv[1])), time.monotonic() + 1.0
+while time.monotonic() < until:
+    page.write("wait")
+"""
+
+
+def test_a_beat_that_is_being_written_is_never_taken_for_none() -> None:
+    page = HeartbeatPage.create()
+    page.write("read", 7)
+    command = [sys.executable, "-c", BEATS, str(page.fd)]
+    with subprocess.Popen(command, pass_fds=[page.fd]) as child:
+        last_ns = page.look().time_ns
+        while child.poll() is None:
+            found = page.look()
+            assert found.time_ns >= last_ns > 0
+            last_ns = found.time_ns
+        assert child.returncode == 0
+    assert found.stage == "wait"
+    page.close()

@@ -84,6 +84,8 @@ def test_files_of_a_job_are_listed_and_downloaded(running: Running, at: list[str
     (folder.checkpoints / "best-000000013" / "state.json").write_text("{}")
     (folder.path / "model.safetensors").write_bytes(b"w" * 3_000_000)
     (folder.path / "report.html").symlink_to(running.services.folder.token)
+    (folder.checkpoints / "best-000000013" / "token").symlink_to(running.services.folder.token)
+    (folder.checkpoints / "last-000000014").symlink_to(running.services.folder.path)
     (folder.path / "job.json").write_text("{}")
 
     names = {one["name"]: one["bytes"] for one in job("files", made, *at)["files"]}
@@ -93,7 +95,16 @@ def test_files_of_a_job_are_listed_and_downloaded(running: Running, at: list[str
     assert (tmp_path / "model.safetensors").read_bytes() == b"w" * 3_000_000
     job("download", made, "checkpoints/best-000000013/state.json", "--to", str(tmp_path / "s.json"), *at)
     assert (tmp_path / "s.json").read_text() == "{}"
-    for other in ("report.html", "job.json", "../../token", "checkpoints/../job.json", "/etc/passwd", "lock"):
+    for other in (
+        "checkpoints/best-000000013/token",
+        "checkpoints/last-000000014/token",
+        "report.html",
+        "job.json",
+        "../../token",
+        "checkpoints/../job.json",
+        "/etc/passwd",
+        "lock",
+    ):
         refused = job("download", made, other, "--to", str(tmp_path / "other"), *at, exit_code=3)
         assert "no file" in refused["error"] or "does not exist" in refused["error"]
     assert not (tmp_path / "other").exists()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from stoker.errors import ConfigError, ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages
 from stoker.service.client import Client
-from stoker.service.database import WAITING_STATES, State
+from stoker.service.database import WAITING_STATES, Event, State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
 from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
@@ -513,7 +514,7 @@ def test_a_new_job_is_planned_before_it_is_submitted(
             raise answer
         return answer
 
-    monkeypatch.setattr(pages, "plan_job", plan)
+    monkeypatch.setattr(pages, "begin_plan", plan)
     for waiting in running.services.jobs.list(limit=1000):
         running.services.jobs.cancel(waiting.id) if waiting.state in WAITING_STATES else None
     known = "11111111-0000-4000-8000-000000000000"
@@ -542,6 +543,19 @@ def test_a_new_job_is_planned_before_it_is_submitted(
     assert f'href="/jobs/{attempt.job.id}"' in planned
     assert "model.width is &#39;abc&#39;. Expected a number" in refused
     assert "longer than 20 s" in slow
+
+
+def test_the_time_left_is_that_of_the_epochs_since_the_last_start(running: Running) -> None:
+    job = running.services.jobs.create(dict(CONFIG), name="paced", epochs=40)[0]
+    job = replace(job, state=State.RUNNING, attempt=2, epoch=22, progress=0.55)
+    started = Event(number=1, job=job.id, kind="started", at=90_000.0, data={})
+    rows = [{"epoch": 19, "at": 90.0}, {"epoch": 20, "at": 95.0}]  # a day before it was continued
+    rows += [{"epoch": 21, "at": 90_010.0}, {"epoch": 22, "at": 90_015.0}]
+
+    left = pages.left_s(job, rows, started, now=90_016.0)
+
+    assert left == pytest.approx(5 * 18)
+    assert pages.left_s(job, rows[:2], started, now=90_016.0) is None
 
 
 def test_the_plan_of_a_form_that_is_not_complete_is_refused(running: Running, browser: httpx.Client) -> None:

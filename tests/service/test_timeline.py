@@ -140,6 +140,25 @@ def test_merging_intervals_keeps_every_second(given_: list[Any], most: int) -> N
     read = [sum(one.waits_s["read"] for one in some) for some in (found, intervals)]
     assert read[0] == pytest.approx(read[1])
     assert all(before.end <= after.begin for before, after in pairwise(found))
+    assert len(found) <= 2 * most + 1
+
+
+def test_an_event_that_was_stored_late_counts_from_when_it_was_written() -> None:
+    told = {"seconds": 10, "busy_s": 8.0, "waits": {"read": 2.0}, "first_wait_s": 0.0, "tier": "disk"}
+    late = [event("stall", 90 + n, until=12.0 + 10 * n, **told) for n in range(3)]
+
+    found = timeline_of(Done(), Known(event("started", 2), *late))  # pyright: ignore[reportArgumentType]
+
+    assert [(one.begin, one.end) for one in found.intervals] == [(2, 12), (12, 22), (22, 32)]
+
+
+def test_a_job_whose_start_is_not_kept_any_more_still_has_a_picture() -> None:
+    known = Known(stall(12, 10, busy=5.0, read=5.0))
+
+    picture = draw_timeline(timeline_of(Done(), known))  # pyright: ignore[reportArgumentType]
+
+    assert picture is not None
+    assert picture.columns
 
 
 @given(st.lists(st.tuples(TIMES, TIMES, TIMES), min_size=1, max_size=20))

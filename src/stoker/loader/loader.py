@@ -410,7 +410,8 @@ class Loader(EpochIterable):
                 del strip, batches  # they refer to memory that may be released before the next ones
         except (RuntimeError, MemoryError) as error:
             # Of a device torch's own class is raised: what training finds a batch size with knows that.
-            if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
+            of_device = isinstance(error, torch.OutOfMemoryError) or "CUBLAS" in str(error)
+            if of_device or not is_out_of_memory(error):
                 raise
             raise self._no_memory(example_bytes) from error
         finally:

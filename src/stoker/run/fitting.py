@@ -453,5 +453,6 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    with replace_atomically(path) as temporary:
-        temporary.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    with replace_atomically(path) as temporary, temporary.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(memoryview(data)[end:])

@@ -141,7 +141,7 @@ def check_shared_memory(folder: Path = SHARED) -> CheckRow:
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
         free, _, total = call_within(DISK_TIMEOUT_S, lambda: free_space(folder), str(folder))
-    except (OSError, StalledError) as error:
+    except (OSError, StalledError, ResourceError) as error:
         return warned("shm", f"{folder} cannot be asked ({error}); {whose}")
     detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
     if free < SHARED_BYTES:
@@ -186,7 +186,7 @@ def check_room(
     try:
         resources = probe(device=run.device, path=run.cache_dir)
         disk = [_disk_row(run.cache_dir, located, resources), _inodes_row(run.cache_dir, located, resources)]
-    except StalledError as error:
+    except (StalledError, ResourceError) as error:
         resources = probe(device=run.device)
         disk = [failed("disk", error, ResourceError.exit_code)]
     if not trained:
@@ -349,6 +349,8 @@ def unreachable(server: str, answer_s: float = ANSWER_S) -> str | None:
         call_within(answer_s + 1, connect, server)
     except StalledError:
         return f"no answer in {answer_s:g} s"
+    except ResourceError as error:
+        return error.fact
     except OSError as error:
         return error.strerror or str(error)
     return None

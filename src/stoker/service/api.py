@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, BinaryIO, Literal, cast
 
 from fastapi import APIRouter, Body, Header, Query, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
-from stoker.schema import Json
+from stoker.schema import Json, digest_json
 from stoker.service import stream
-from stoker.service.background import Operation
+from stoker.service.background import Operation, Operations
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
@@ -59,6 +60,8 @@ MOST_WAITING = 10_000
 """Jobs that may wait for a worker; more are refused until a worker has taken some."""
 PLAN_S = 300.0
 """Timeout of a plan, which opens the data in its own process."""
+PIECE_BYTES = 1 << 18
+"""Bytes of a file that are sent at once."""
 CSV_CHARS = 64_000
 """Characters of CSV that are sent at once."""
 CSV: dict[int | str, dict[str, Any]] = {
@@ -66,8 +69,7 @@ CSV: dict[int | str, dict[str, Any]] = {
 }
 BINARY = {"type": "string", "format": "binary"}
 FILE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/octet-stream": {"schema": BINARY, "example": "the bytes of the file"}}},
-    206: {"description": "The range that was asked for."},
+    200: {"content": {"application/octet-stream": {"schema": BINARY, "example": "the bytes of the file"}}}
 }
 RECENT = 10
 """Epochs shown with a job."""
@@ -226,15 +228,15 @@ def get_files(job_id: Id, services: ServicesDep) -> JobFiles:
 
 @jobs_router.get(
     "/jobs/{job_id}/files/{name:path}",
-    response_class=FileResponse,
-    responses={**FILE, 416: {"description": "No such range."}, **error_responses(404)},
+    response_class=StreamingResponse,
+    responses={**FILE, **error_responses(404)},
 )
 def get_file(
     job_id: Id,
     services: ServicesDep,
     name: Annotated[str, InPath(max_length=200, description="As `/jobs/{job_id}/files` names it.")],
 ) -> Response:
-    """Return one of these files; a `Range` of it if the request asks for one."""
+    """Return one of these files, as long as it is now: that of a running job may still grow."""
     job, found = _files_of(services, job_id)
     if name not in {one.name for one in found}:
         raise NotFoundError(
@@ -242,8 +244,32 @@ def get_file(
             hint=f"`stoker job files {job.id}` lists those that it has; a model comes at the end",
         )
     path = services.folder.job(job.id).path / name
+    file = services.figures.look_into(f"{name} of job {job.id}", lambda: _opened(path))
+    size = os.fstat(file.fileno()).st_size
     own = f"{job.id[:8]}-{name.removeprefix('checkpoints/').replace('/', '-')}"
-    return FileResponse(path, filename=own, media_type="application/octet-stream")
+    headers = {"Content-Disposition": f'attachment; filename="{own}"', "Content-Length": str(size)}
+    return StreamingResponse(_pieces(file, size), media_type="application/octet-stream", headers=headers)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a file that is no link.
+
+    Raises:
+        NotFoundError: It is gone, as a checkpoint that a newer one has replaced.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
+    except OSError as error:
+        raise NotFoundError(
+            f"{path.name} cannot be opened: {error.strerror}", hint="List the files again"
+        ) from None
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    with file:
+        while size and (piece := file.read(min(size, PIECE_BYTES))):
+            size -= len(piece)
+            yield piece
 
 
 def _files_of(services: Services, id: str) -> tuple[Job, list[ResultFile]]:
@@ -256,7 +282,7 @@ def _files_of(services: Services, id: str) -> tuple[Job, list[ResultFile]]:
 def get_timeline(
     job_id: Id,
     services: ServicesDep,
-    intervals: Annotated[int, Query(ge=1, le=5000, description="At most.")] = MOST_INTERVALS,
+    intervals: Annotated[int, Query(ge=1, le=5000, description="About; at most twice.")] = MOST_INTERVALS,
 ) -> Response:
     """Return where the job's time went: its phases, and what the steps of training waited for."""
     return as_json(timeline_of(services.jobs.get(job_id), services.outbox, most=intervals))
@@ -284,6 +310,13 @@ def plan_job(
     The result has `tiers`, `bytes`, `reason`, `predicted_stall` and more, as `stoker plan --json` prints
     them.
     """
+    operation = begin_plan(services, body, services.operations, wait_s)
+    response.status_code = 202 if operation.state == "running" else 200
+    return OperationOut.of(operation)
+
+
+def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: float) -> Operation:
+    """Plan a job among other operations, and wait for its end up to `wait_s`; errors as `plan_job`."""
     datasets = _fitting(services, body.config)
 
     def work() -> dict[str, Any]:
@@ -299,9 +332,8 @@ def plan_job(
         )
 
     what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
-    operation = services.operations.start(what, work, wait_s=wait_s)
-    response.status_code = 202 if operation.state == "running" else 200
-    return OperationOut.of(operation)
+    digest = digest_json(body.config.model_dump(mode="json"))[:8]
+    return among.start(f"{what} ({digest})", work, wait_s=wait_s)
 
 
 def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:

@@ -192,13 +192,13 @@ class Jobs:
             found = {State(state): count for state, count in connection.execute(query)}
         return {state: found.get(state, 0) for state in State}
 
-    def held(self) -> list[Job]:
+    def running(self) -> list[Job]:
         """Return the jobs that a worker has, the oldest first."""
         query = sa.select(*_FIELDS).where(JOBS.c.state.in_(tuple(HELD_STATES))).order_by(JOBS.c.number)
         with self._database.reading() as connection:
             return [job_of(row) for row in connection.execute(query).mappings()]
 
-    def ahead(self, id: str) -> int:
+    def waiting_before(self, id: str) -> int:
         """Return how many jobs wait that are taken before this one."""
         own = sa.select(JOBS.c.number).where(JOBS.c.id == id).scalar_subquery()
         earlier = sa.select(sa.func.count()).where(

@@ -33,16 +33,16 @@ from stoker.service.api import (
     Id,
     Name,
     Print,
+    begin_plan,
     get_files,
     inspect_cache,
     list_caches,
-    plan_job,
     why,
 )
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
-from stoker.service.models import JobRequest, status_of, utc
+from stoker.service.models import FileOut, JobRequest, status_of, utc
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
 from stoker.service.timeline import PHASES, draw_timeline, timeline_of
@@ -175,15 +175,11 @@ class SimilarJob:
 
 def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | None, float | None]:
     """Return the newest job on the same data that has finished epochs, and the seconds that one takes."""
-    wanted = {one.id for one in services.datasets.resolve(config.dataset_ids)}
+    wanted = services.datasets.resolve(config.dataset_ids)
+    words = {word for one in wanted for word in (one.id, one.name)}
     for job in services.jobs.list(limit=USERS):
-        if job.epoch < 1 or job.kind != "training":
-            continue
-        try:
-            known = {one.id for one in services.datasets.resolve(job.dataset_ids)}
-        except NotFoundError:  # forgotten since
-            continue
-        if known != wanted:
+        is_same = len(job.dataset_ids) == len(wanted) and words.issuperset(job.dataset_ids)
+        if job.epoch < 1 or job.kind != "training" or not is_same:
             continue
         after = max(0, job.epoch - PACE_EPOCHS)
         rows = cast(
@@ -549,7 +545,7 @@ SAMPLES_SHOWN = 20
 PACE_EPOCHS = 6
 """Last epochs that tell how long the others take."""
 LEAST_PROGRESS = 0.02
-"""The same before there are two: the part of the job that must be done."""
+"""Part of the job that must be done before the time left is told, while there are no two epochs."""
 PLAN_WAIT_S = 20.0
 """Timeout of the plan on the page of a new job."""
 ACTIVITY_SHOWN = 100
@@ -652,7 +648,7 @@ def compare_jobs(
 def part_plan(request: Request, services: ServicesDep, body: JobRequest) -> Response:
     """Return what a job would do, or why that cannot be said."""
     try:
-        found = plan_job(body, services, Response(), PLAN_WAIT_S)
+        found = begin_plan(services, body, services.plans, PLAN_WAIT_S)
     except StokerError as error:
         return page(request, "parts/plan.html", fact=error.fact, hint=error.hint, plan=None)
     if found.result is None:
@@ -697,19 +693,28 @@ def part_timeline(request: Request, services: ServicesDep, job_id: Id) -> Respon
 
 @router.get("/parts/jobs/{job_id}/files")
 def part_files(request: Request, services: ServicesDep, job_id: Id) -> Response:
-    """Return links to the files of a job, or why they cannot be listed."""
-    job = services.jobs.get(job_id)
+    """Return links to the results of a job, or why they cannot be listed."""
+    job, files, fact, hint = _files(services, job_id)
+    results = [one for one in files if "/" not in one.name]
+    return page(request, "parts/files.html", job=job, files=results, fact=fact, hint=hint)
+
+
+@router.get("/parts/jobs/{job_id}/checkpoints")
+def part_checkpoints(request: Request, services: ServicesDep, job_id: Id) -> Response:
+    """Return links to the files of each checkpoint of a job."""
+    job, files, fact, hint = _files(services, job_id)
+    own = groupby((one for one in files if "/" in one.name), key=lambda one: one.name.split("/")[1])
+    kept = [(name, [*some]) for name, some in own]
+    return page(request, "parts/checkpoints.html", job=job, checkpoints=kept, fact=fact, hint=hint)
+
+
+def _files(services: Services, id: str) -> tuple[Job, list[FileOut], str, str]:
+    """Return a job and its files, or a fact and a hint why they cannot be listed."""
+    job = services.jobs.get(id)
     try:
-        files, fact, hint = get_files(job_id, services).files, "", ""
-    except (StalledError, OSError) as error:
-        files, fact = [], error.fact if isinstance(error, StalledError) else str(error)
-        hint = error.hint if isinstance(error, StalledError) else ""
-    own = [one for one in files if "/" in one.name]
-    checkpoints = groupby(own, key=lambda one: one.name.split("/")[1])
-    return page(
-        request, "parts/files.html", job=job, files=files, fact=fact, hint=hint,
-        checkpoints=[(name, [*some]) for name, some in checkpoints],
-    )  # fmt: skip
+        return job, get_files(id, services).files, "", ""
+    except StokerError as error:
+        return job, [], error.fact, error.hint
 
 
 @router.get("/parts/jobs/{job_id}/epochs")
@@ -850,7 +855,7 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     told = started.data if started else {}
     now = time.time()
     rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
-    ahead = services.jobs.ahead(job.id) if job.state in WAITING_STATES else 0
+    ahead = services.jobs.waiting_before(job.id) if job.state in WAITING_STATES else 0
     return {
         "times": times(job, ahead, left_s(job, rows, started, now), now),
         "job": job, "actions": actions(job), "live": is_live(job), "now": now,
@@ -864,11 +869,12 @@ def left_s(job: Job, rows: Sequence[Mapping[str, Any]], started: Event | None, n
     Args:
         job: The job.
         rows: Its last epochs.
-        started: When its training began, for as long as no two epochs are there.
+        started: When its training began; epochs before that were of an earlier attempt.
         now: Unix seconds.
     """
     if job.state not in HELD_STATES or job.progress >= 1.0:
         return None
+    rows = [row for row in rows if started is not None and row["at"] >= started.at]
     if len(rows) > 1:
         pace_s = (rows[-1]["at"] - rows[0]["at"]) / (rows[-1]["epoch"] - rows[0]["epoch"])
         return max(0.0, pace_s * job.epochs * (1.0 - job.progress))
@@ -888,7 +894,7 @@ def times(job: Job, ahead: int, left: float | None, now: float) -> list[tuple[st
     ended = now if job.ended is None else job.ended
     return [
         ("Elapsed", format_seconds(max(0.0, ended - job.started))),
-        *([] if left is None else [("Left, about", format_seconds(left))]),
+        *([] if left is None else [("Time left", f"about {format_seconds(left)}")]),
     ]
 
 

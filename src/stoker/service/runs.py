@@ -432,6 +432,7 @@ class _OperatorEvents:
         if kind == "serve" and self.prepared is not None:
             tiers = told["tiers"]
             self._tier = max(tiers, key=lambda name: tiers[name])
+            self._stall = StallSums(self._run.journal)  # its time begins now, when caches are filled
             self._run.tell_started(self.prepared.caches, {**told, "tier": self._tier})
         elif kind in ("start", "stage"):
             self._total = max(1, told["total"])

@@ -152,7 +152,8 @@ def check_name(name: str) -> str:
     Raises:
         ConfigError: It is blank, or has a character that cannot be shown.
     """
-    hidden = [letter for letter in name if not letter.isprintable()]
+    # Two joiners belong to words of Persian and Indic scripts, and to signs made of several.
+    hidden = [one for one in name if not one.isprintable() and one not in "\u200c\u200d"]
     if hidden:
         raise ConfigError(
             f"the name has the character U+{ord(hidden[0]):04X}, which cannot be shown",

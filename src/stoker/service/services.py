@@ -238,14 +238,14 @@ class QueueFigures:
     @classmethod
     def of(cls, jobs: Jobs) -> QueueFigures:
         """Read them."""
-        held = jobs.held()
+        running = jobs.running()
         rates: dict[str, float] = {}
-        for job in held:
+        for job in running:
             with suppress(NotFoundError):  # deleted since
                 rows = jobs.metrics(job.id, limit=1, after=max(0, job.epoch - 1))
                 rate = rows[-1].get("samples_per_s") if rows else None
                 rates |= {job.id: float(rate)} if isinstance(rate, int | float) else {}
-        return cls(longest_wait_s=jobs.longest_wait_s(), jobs=held, rates=rates)
+        return cls(longest_wait_s=jobs.longest_wait_s(), jobs=running, rates=rates)
 
 
 class Figures:
@@ -361,6 +361,8 @@ class Services:
     """Supervises the workers; None: only requests are answered."""
     operations: Operations = field(default_factory=Operations)
     """Work that takes longer than a request may."""
+    plans: Operations = field(default_factory=Operations)
+    """Plans of the page of a new job, with a limit of their own, so that they delay no verify."""
     removals: Operations = field(default_factory=Operations)
     """Removals of caches, with a separate limit: a long verify does not delay freeing space."""
     traffic: RequestTraffic = field(default_factory=RequestTraffic)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 LEAST_S = 2.0
 """Seconds of an interval, at least."""
 PART_OF_RUN = 0.01
-"""The same as a part of the time since training began: a week is some 1,000 intervals."""
+"""Part of the time since training began that an interval has at least: a week is some 1,000 intervals."""
 MOMENT_S = 0.5
-"""A start that is shorter and leads back to the queue counts as waiting. Shorter gaps are closed."""
+"""A start that is shorter and leads back to the queue counts as waiting; gaps that are shorter are closed."""
 MOST_EVENTS = 20_000
 """Events that a timeline is made of; the newest ones."""
 MOST_INTERVALS = 200
@@ -89,6 +89,7 @@ class StallSums:
         now_s = time.monotonic()
         if busy_s + wait_s:
             facts: dict[str, Json] = {
+                "until": time.time(),
                 "seconds": round(now_s - self._since_s, 3),
                 "busy_s": round(busy_s, 4),
                 "first_wait_s": round(self._sums["first_wait_s"], 4),
@@ -103,7 +104,7 @@ class StallSums:
 
 
 class Phase(BaseModel):
-    """A stretch of a job's time."""
+    """What a job did for some time."""
 
     kind: str = Field(description=", ".join(PHASES))
     begin: float = Field(description="Unix seconds.")
@@ -149,11 +150,13 @@ def timeline_of(job: Job, outbox: Outbox, *, most: int = MOST_INTERVALS) -> JobT
     found = _intervals([event for event in events if event.kind == "stall"])
     intervals = merged(found, most)
     phases = phases_of(events, time.time() if job.ended is None else job.ended)
+    if found and not phases:  # the events of its start are not kept any more
+        phases = [Phase(kind="train", begin=found[0].begin, end=found[-1].end)]
     busy_s, waits_s = _totals(found)
     spent_s = busy_s + sum(waits_s.values())
     stall = sum(waits_s.values()) / spent_s if spent_s else None
-    summary = [*_moves(found), *_held(phases)] if stall is None else [
-        _say_stall(stall, waits_s, spent_s), *_moves(found), *_held(phases)
+    summary = [*_tier_changes(found), *_phase_times(phases)] if stall is None else [
+        _say_stall(stall, waits_s, spent_s), *_tier_changes(found), *_phase_times(phases)
     ]  # fmt: skip
     return JobTimeline(job_id=job.id, phases=phases, intervals=intervals, stall=stall, summary=summary)
 
@@ -216,10 +219,12 @@ def _intervals(events: Sequence[Event]) -> list[Interval]:
 
 def _interval(event: Event) -> Interval:
     told = cast("Mapping[str, Any]", event.data)
+    # Stored later, where the database did not answer for a while.
+    until = float(told.get("until") or event.at)
     waits_s = {name: float(spent) for name, spent in dict(told.get("waits") or {}).items()}
     return Interval(
-        begin=event.at - float(told.get("seconds") or 0.0),
-        end=event.at,
+        begin=until - float(told.get("seconds") or 0.0),
+        end=until,
         busy_s=float(told.get("busy_s") or 0.0),
         waits_s=waits_s,
         first_wait_s=float(told.get("first_wait_s") or 0.0),
@@ -228,7 +233,7 @@ def _interval(event: Event) -> Interval:
 
 
 def merged(intervals: Sequence[Interval], most: int) -> list[Interval]:
-    """Return `most` intervals at most, each the sum of neighbors that are not apart.
+    """Return about `most` intervals, twice as many at most, each the sum of neighbors without a gap.
 
     Seconds are kept: nothing is left out.
     """
@@ -238,12 +243,7 @@ def merged(intervals: Sequence[Interval], most: int) -> list[Interval]:
     found: list[Interval] = []
     for interval in intervals:
         last = found[-1] if found else None
-        if (
-            last is None
-            or interval.begin - last.end > max(1.0, least_s)
-            or last.end - last.begin >= least_s
-            or (interval.tier != last.tier and len(found) < most)
-        ):
+        if last is None or interval.begin - last.end > max(1.0, least_s) or last.end - last.begin >= least_s:
             found.append(interval.model_copy(update={"waits_s": dict(interval.waits_s)}))
             continue
         last.end = max(last.end, interval.end)
@@ -272,7 +272,7 @@ def _say_stall(stall: float, waits_s: Mapping[str, float], spent_s: float) -> st
     return f"Steps waited {format_percent(stall)} of their time for data{because}."
 
 
-def _moves(intervals: Sequence[Interval]) -> list[str]:
+def _tier_changes(intervals: Sequence[Interval]) -> list[str]:
     """Return when most records began to come from another tier."""
     moves: list[str] = []
     for before, after in pairwise(intervals):
@@ -284,7 +284,7 @@ def _moves(intervals: Sequence[Interval]) -> list[str]:
     return moves if len(moves) <= 3 else [f"Records moved between tiers {len(moves)} times.", moves[-1]]
 
 
-def _held(phases: Sequence[Phase]) -> list[str]:
+def _phase_times(phases: Sequence[Phase]) -> list[str]:
     """Return how long each phase took, all attempts together."""
     took: Counter[str] = Counter()
     for phase in phases:

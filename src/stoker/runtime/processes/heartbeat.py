@@ -64,6 +64,7 @@ class HeartbeatPage:
         self._sequence = 0
         self._done = 0
         self._last = (0, -1, 0.0)
+        self._seen: tuple[Any, ...] = _LAYOUT.unpack(bytes(_LAYOUT.size))
 
     @classmethod
     def create(cls) -> HeartbeatPage:
@@ -81,18 +82,19 @@ class HeartbeatPage:
         """Still at the same stage and sample, and `done` further on."""
         self._done += done
         self._sequence += 1
-        _LAYOUT.pack_into(
-            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._done, self._sequence
+        # Not `pack_into`, which fills the place with zeros first: a look at that moment would find no beat.
+        self._map[: _LAYOUT.size] = _LAYOUT.pack(
+            self._sequence, *self._last, time.monotonic_ns(), self._done, self._sequence
         )
 
     def look(self) -> Heartbeat:
-        """Return the latest beat. A torn page (the worker is writing) is read again, a few times."""
-        values: tuple[Any, ...] = _LAYOUT.unpack_from(self._map, 0)
+        """Return the latest beat; the one seen before while the worker is in the middle of writing."""
         for _ in range(8):
+            values: tuple[Any, ...] = _LAYOUT.unpack(self._map[: _LAYOUT.size])
             if values[0] == values[6]:
+                self._seen = values
                 break
-            values = _LAYOUT.unpack_from(self._map, 0)
-        _, stage, number, limit_s, time_ns, done, _ = values
+        _, stage, number, limit_s, time_ns, done, _ = self._seen
         known = STAGES[stage] if 0 <= stage < len(STAGES) else "wait"
         return Heartbeat(stage=known, number=number, time_ns=time_ns, done=done, limit_s=limit_s)
 

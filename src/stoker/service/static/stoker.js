@@ -565,28 +565,47 @@ if (log) place(log);
 const followed = document.querySelector("[data-events]");
 if (followed) follow(followed.dataset.events);
 
-// What a new job would do: asked for when a field has changed, the newest answer counts.
+// What a new job would do: asked for after a change, one request at a time.
 
 const plan = document.getElementById("plan");
-let asked = 0;
+let planning = false;
+let changed = false;
 let soon = 0;
+
+function sayPlan(text) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.textContent = text;
+  plan.replaceChildren(hint);
+}
 
 async function showPlan() {
   const form = document.querySelector("form.new");
-  if (!sets || !form.checkValidity()) return;
-  const own = ++asked;
+  if (!sets) return;
+  if (planning) {
+    changed = true;
+    return;
+  }
+  if (!form.checkValidity()) {
+    sayPlan("Some fields are not complete.");
+    return;
+  }
+  planning = true;
+  changed = false;
   plan.setAttribute("aria-busy", "true");
   try {
     const answer = await fetch("/parts/plan", {
       method: "POST", headers: {"Content-Type": "application/json", Accept: "text/html"},
       body: JSON.stringify(bodyOf(form, null)),
     });
-    const text = answer.ok ? await answer.text() : "";
-    if (own === asked && text) plan.innerHTML = text;
+    if (answer.ok) plan.innerHTML = await answer.text();
+    else sayPlan("The service refuses these settings; submitting says why.");
   } catch {
-    // Another change asks again, and submitting says what is wrong.
+    sayPlan("The service does not answer.");
   } finally {
-    if (own === asked) plan.removeAttribute("aria-busy");
+    planning = false;
+    plan.removeAttribute("aria-busy");
+    if (changed) showPlan();
   }
 }
 
