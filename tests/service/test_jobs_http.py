@@ -18,6 +18,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConflictError, DegradedError
+from stoker.service.database import State
 from stoker.service.jobs import JobQueue, Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
@@ -283,6 +284,17 @@ def test_figures_for_prometheus_name_every_state(running: Running) -> None:
     assert 'stoker_jobs{state="queued"}' in text
     assert "stoker_answer_seconds_count" in text
     assert "stoker_disk_free_bytes" in text
+
+
+def test_a_job_whose_data_was_forgotten_is_not_queued_again(running: Running) -> None:
+    gone = "22222222-0000-4000-8000-000000000000"
+    job = running.services.jobs.create(dict(CONFIG), name="ended", epochs=3, dataset_ids=[gone])[0]
+    running.services.jobs.cancel(job.id)
+
+    answer = running.client.post(running.api(f"/jobs/{job.id}/resume"))
+
+    assert (answer.status_code, gone in answer.json()["error"]) == (409, True)
+    assert running.services.jobs.get(job.id).state is State.CANCELLED
 
 
 def test_dashboard_and_alerts_ask_for_figures_that_there_are(running: Running) -> None:

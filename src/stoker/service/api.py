@@ -159,13 +159,30 @@ def pause_job(job_id: Id, services: ServicesDep) -> JobOut:
 @jobs_router.post("/jobs/{job_id}/resume", responses=error_responses(404, 409))
 def resume_job(job_id: Id, services: ServicesDep) -> JobOut:
     """Continue a paused, cancelled or failed job from its newest valid checkpoint."""
+    _require_data(services, job_id)
     return JobOut.of(services.jobs.resume(job_id))
 
 
 @jobs_router.post("/jobs/{job_id}/continue", status_code=202, responses=error_responses(404, 409))
 def continue_job(job_id: Id, body: MoreEpochs, services: ServicesDep, key: ContinueKey = None) -> JobOut:
     """Train a completed job for more epochs, from its last checkpoint."""
+    _require_data(services, job_id)
     return JobOut.of(services.jobs.extend(job_id, body.additional_epochs, key=key))
+
+
+def _require_data(services: Services, id: str) -> None:
+    """Refuse to queue a job again whose data is not registered any more; it would only fail.
+
+    Raises:
+        ConflictError: Names the data sets.
+    """
+    try:
+        services.datasets.resolve(services.jobs.get(id).dataset_ids)
+    except NotFoundError as error:
+        raise ConflictError(
+            f"job {id} needs data that was removed from the list: {error.fact}",
+            hint="Register the same data again, or start a new job",
+        ) from None
 
 
 @jobs_router.delete("/jobs/{job_id}", status_code=204, responses=error_responses(404, 409))
@@ -252,7 +269,7 @@ def get_file(
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a file that is no link.
+    """Open a file, and no link in its place.
 
     Raises:
         NotFoundError: It is gone, as a checkpoint that a newer one has replaced.

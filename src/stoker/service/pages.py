@@ -174,7 +174,11 @@ class SimilarJob:
 
 
 def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | None, float | None]:
-    """Return the newest job on the same data that has finished epochs, and the seconds that one takes."""
+    """Return a job on the same data that has finished epochs, and the seconds that one takes.
+
+    The newest with the same batch size, else the newest.
+    """
+    found: tuple[SimilarJob, float] | None = None
     wanted = services.datasets.resolve(config.dataset_ids)
     words = {word for one in wanted for word in (one.id, one.name)}
     for job in services.jobs.list(limit=USERS):
@@ -188,8 +192,11 @@ def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | Non
         took = [row["seconds"] + (row.get("eval_seconds") or 0.0) for row in rows if row.get("seconds")]
         if took:
             size = cast("Any", job.config.get("batch_size"))
-            return SimilarJob(id=job.id, name=job.name, batch_size=size), sum(took) / len(took)
-    return None, None
+            one = SimilarJob(id=job.id, name=job.name, batch_size=size), sum(took) / len(took)
+            if size == config.batch_size:
+                return one
+            found = found or one
+    return found or (None, None)
 
 
 def spark(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -654,7 +661,9 @@ def part_plan(request: Request, services: ServicesDep, body: JobRequest) -> Resp
     if found.result is None:
         fact = found.error or f"The plan takes longer than {format_seconds(PLAN_WAIT_S)}"
         return page(request, "parts/plan.html", fact=fact, hint="", plan=None)
-    plan: Mapping[str, Any] = found.result
+    plan = dict[str, Any](found.result)
+    if any(one.kind != "hdf5" for one in services.datasets.resolve(body.config.dataset_ids)):
+        plan["advice"] = ""  # of settings, which jobs on other data do not take
     similar, epoch_s = similar_job(services, body.config)
     return page(
         request, "parts/plan.html", fact="", plan=plan, parts=tier_parts(plan.get("tiers")),

@@ -181,7 +181,13 @@ def train_records(
     save_model(run.folder / MODEL, learner.model, facts)
     row = cast("Mapping[str, Any]", report.row)
     found = {name: row[name] for name in figures if name in row}
-    return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **found}
+    early = {}
+    if report.epochs < run.job.epochs:
+        patience = run.config.early_stop_patience
+        early = {"message": f"stopped early: no epoch was better than {report.best_epoch} in {patience}"}
+        log.info("%s", early["message"])
+    known = {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs}
+    return {**known, **found, **early}
 
 
 def fit_settings(run: JobRun) -> TrainConfig:

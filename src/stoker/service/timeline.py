@@ -33,7 +33,7 @@ MOST_EVENTS = 20_000
 MOST_INTERVALS = 200
 """Intervals of a timeline; neighbors are added up."""
 PHASES = {
-    "queued": "waited for a worker",
+    "queued": "waited in the queue",
     "start": "started and opened its data",
     "fill": "filled caches",
     "train": "trained",
@@ -94,7 +94,6 @@ class StallSums:
                 "busy_s": round(busy_s, 4),
                 "first_wait_s": round(self._sums["first_wait_s"], 4),
                 "waits": {name: round(spent, 4) for name, spent in self._waits.items() if spent > 0},
-                "stall": wait_s / (busy_s + wait_s),
                 "tier": self._tiers.most_common(1)[0][0] if self._tiers else "",
             }
             self._journal.tell("stall", facts)

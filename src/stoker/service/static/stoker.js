@@ -443,6 +443,12 @@ function cleaned(result) {
   return text.join("\n");
 }
 
+// A field that is refused in a folded part of a form would be refused without a word.
+document.addEventListener("invalid", (event) => {
+  const folded = event.target.closest("details");
+  if (folded) folded.open = true;
+}, true);
+
 document.addEventListener("submit", async (event) => {
   const form = event.target;
   if (!form.matches("[data-json]")) return;
