@@ -276,11 +276,11 @@ def test_killed_at_any_instant_nothing_is_lost(tmp_path: Path) -> None:
     chance = random.Random(0)
 
     command = [sys.executable, "-c", KILL_CHILD, str(path), str(tmp_path / "killed")]
-    kills = 0
+    kills, codes = 0, list[int]()
     for wait_s in sorted(chance.uniform(0.02, 0.6) for _ in range(6)):  # or the first may do all the work
         child = subprocess.Popen(command, start_new_session=True)
         try:
-            child.wait(timeout=wait_s)
+            codes.append(child.wait(timeout=wait_s))
         except subprocess.TimeoutExpired:
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
@@ -288,7 +288,7 @@ def test_killed_at_any_instant_nothing_is_lost(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=120)
 
     cache = stoker.open_cache(tmp_path / "killed" / "b")
-    assert kills
+    assert kills, codes
     assert cache.fingerprint == whole.fingerprint
     assert len(cache) == 400
     for number in range(400):

@@ -115,6 +115,7 @@ PYTHON_ALONE = (
     *("api", "attend", "attention_mask", "max_length", "norm", "out", "pad"),  # encoders and Tokenize
     *("batch_by", "batch_tokens", "drop_last", "part", "variants"),
     *("allow_bad", "zeros"),  # of adopt
+    "spill_dir",  # of SQLSource; TMPDIR does it for all
 )
 """Arguments of what the settings files do not have."""
 
