@@ -367,12 +367,14 @@ def kinds_of(field: str) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """Return a figure with four significant digits, or an en dash for None.
+    """Return a figure with four significant digits, large ones to the unit, or an en dash for None.
 
-    >>> number(0.123456), number(None), number(1234567.0)
-    ('0.1235', '–', '1.235e+06')
+    >>> number(0.123456), number(None), number(1234567.0), number(2e12)
+    ('0.1235', '–', '1,234,567', '2e+12')
     """
-    return "–" if value is None else f"{value:.4g}"
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def text_of(value: Any) -> str:
