@@ -233,6 +233,7 @@ def test_charts_show_their_values_at_one_epoch_and_mark_the_best(running: Runnin
         return page.locator(".chart").nth(chart).locator(".u-value").all_text_contents()
 
     assert legend(0) == ["8", "0.25", "4.5"], "without a cursor, the last"
+    loss.scroll_into_view_if_needed()
     over = loss.locator(".u-over").bounding_box()
     page.mouse.move(over["x"] + over["width"] * 3 / 7, over["y"] + 20)
     assert legend(0) == ["4", "0.5", "0.5"]
