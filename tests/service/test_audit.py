@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
-from stoker.errors import DegradedError
+from stoker.errors import DegradedError, ResourceError
 from stoker.service import audit
 from stoker.service.audit import AuditLog, AuditRow
 from tests.service.running import CONFIG, Running, note_radio, serving
@@ -36,6 +37,7 @@ def test_each_change_is_kept_with_who_asked_and_what_became_of_it(running: Runni
     client = running.client
     job = client.post(running.api("/jobs"), json={"config": CONFIG}).json()["id"]
     client.get(running.api("/jobs"))  # changes nothing
+    client.post(running.api("/plan"), json={"config": {}})  # nor does this
     assert client.post(running.api("/jobs/none/cancel")).status_code == 404
     with httpx.Client(base_url=running.address, trust_env=False) as browser:
         code = client.post(running.api("/login-codes")).json()["path"]
@@ -64,14 +66,17 @@ def test_no_secret_of_an_address_is_kept(running: Running) -> None:
     assert "secret" not in str(rows_of(running, 1))
 
 
-def test_rows_wait_while_the_database_does_not_answer(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [DegradedError("no answer"), ResourceError("full"), sa.exc.DataError("INSERT", {}, OSError())]
+)
+def test_rows_wait_while_they_cannot_be_written(
+    running: Running, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     log: AuditLog = running.services.audit
     write: Callable[..., Any] = running.services.database.writing
 
     def away(*_: Any, **__: Any) -> Any:
-        raise DegradedError("the database does not answer")
+        raise error
 
     def note(path: str) -> None:
         log.note(who="token", client="c", method="POST", path=path, status=200)
@@ -88,6 +93,14 @@ def test_rows_wait_while_the_database_does_not_answer(
     note("/last")
 
     assert [row.path for row in rows_of(running, 3)] == ["/1", "/2", "/last"]
+
+
+def test_a_row_is_never_longer_than_its_columns(running: Running) -> None:
+    long = "X" * 2000
+    running.services.audit.note(who=long, client=long, method=long, path=long, status=400)
+
+    (row,) = rows_of(running, 1)
+    assert [len(row.who), len(row.client), len(row.method), len(row.path)] == [60, 100, 10, 500]
 
 
 def test_old_rows_are_removed(running: Running) -> None:

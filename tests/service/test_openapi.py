@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from stoker.service import api, client, models
 from stoker.service.database import DATASETS, JOBS, State
 from stoker.service.jobs import JobQueue, Line, Outcome
 from stoker.service.models import BY_MODEL, DATASET, JOB
@@ -117,6 +118,19 @@ def test_every_body_has_examples(described: dict[str, Any]) -> None:
         bodies["request"] = operation.get("requestBody", {}).get("content", {})
         for what, content in bodies.items():
             assert examples(described, content) or not content, f"{name} {what} has no example"
+
+
+@pytest.mark.parametrize(
+    ("row", "model"),
+    [
+        (client.JobRow, models.JobOut), (client.JobPage, models.JobList),
+        (client.JobDetail, models.JobDetail),
+        (client.DatasetRow, api.DatasetOut), (client.DatasetPage, api.DatasetList),
+    ],
+)  # fmt: skip
+def test_what_the_client_says_of_an_answer_is_in_it(row: Any, model: type[BaseModel]) -> None:
+    """The client repeats the fields, since it has to work without the packages of the service."""
+    assert {*row.__annotations__} <= {*model.model_fields}
 
 
 def test_examples_fit_their_models() -> None:

@@ -1,7 +1,7 @@
 """Who has changed what: a row for each request that changes something, kept as long as events are.
 
-A row is written in the background after the answer has begun, so a slow database delays no request. While the
-database does not answer, rows wait in memory; those beyond `MOST_WAITING` are counted and said in the log.
+A row is written in the background after the answer has begun, so a slow database delays no request. While it
+cannot be written, as on a full disk, rows wait in memory. Those beyond `MOST_WAITING` are counted and logged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 
-from stoker.errors import DegradedError, ResourceError
+from stoker.errors import ResourceError, StokerError
 from stoker.runtime.threads import Pool
 from stoker.service.database import AUDIT
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 10_000
 """Rows that wait for the database, at most."""
-PATH_CHARS = 500
-"""Characters of an address that are kept."""
+LENGTHS = {column.name: column.type.length for column in AUDIT.c if isinstance(column.type, sa.String)}
+"""Characters of each text that are kept."""
 log = logging.getLogger("stoker")
 
 
@@ -60,12 +61,14 @@ class AuditLog:
 
     def note(self, *, who: str, client: str, method: str, path: str, status: int) -> None:
         """Have a row written; returns at once."""
-        row = {"at": time.time(), "who": who, "client": client, "method": method, "path": path[:PATH_CHARS]}
+        texts = {"who": who, "client": client, "method": method, "path": path}
+        # PostgreSQL refuses longer ones, and a client may send a method of any length.
+        row = {name: text[: LENGTHS[name]] for name, text in texts.items()}
         with self._lock:
             if len(self._waiting) >= MOST_WAITING:
                 self._lost += 1
                 return
-            self._waiting.append({**row, "status": status})
+            self._waiting.append({**row, "at": time.time(), "status": status})
             begins, self._is_writing = not self._is_writing, True
         if begins:
             try:
@@ -96,7 +99,7 @@ class AuditLog:
             return connection.execute(AUDIT.delete().where(old)).rowcount
 
     def _write(self) -> None:
-        """Write what waits; while the database does not answer, it stays, and the next row tries again."""
+        """Write what waits; what cannot be written stays, and the next row tries again."""
         while True:
             with self._lock:
                 rows, lost = list(self._waiting), self._lost
@@ -106,8 +109,8 @@ class AuditLog:
             try:
                 with self._database.writing() as connection:
                     connection.execute(AUDIT.insert(), rows)
-            except DegradedError as error:
-                log.warning("the audit log waits for the database: %s", error)
+            except (StokerError, SQLAlchemyError) as error:
+                log.warning("the audit log cannot be written now: %s", error)
                 with self._lock:
                     self._is_writing = False
                 return
@@ -116,4 +119,4 @@ class AuditLog:
                     self._waiting.popleft()
                 self._lost -= lost
             if lost:
-                log.warning("%d rows of the audit log were lost while the database did not answer", lost)
+                log.warning("%d rows of the audit log were lost while it could not be written", lost)

@@ -797,16 +797,16 @@ class Outbox:
         with self._database.reading() as connection:
             return [Event(**row) for row in connection.execute(query).mappings()]
 
-    def newest_of(self, kinds: Collection[str], jobs: Collection[str]) -> list[Event]:
-        """Return the newest event of each kind of each of the jobs, in their order."""
+    def newest_of(self, kind: str, jobs: Collection[str]) -> dict[str, Event]:
+        """Return the newest event of a kind for each of the jobs that have one, by job."""
         newest = (
             sa.select(sa.func.max(EVENTS.c.number))
-            .where(EVENTS.c.kind.in_(tuple(kinds)), EVENTS.c.job.in_(tuple(jobs)))
-            .group_by(EVENTS.c.job, EVENTS.c.kind)
+            .where(EVENTS.c.kind == kind, EVENTS.c.job.in_(tuple(jobs)))
+            .group_by(EVENTS.c.job)
         )
         with self._database.reading() as connection:
             rows = connection.execute(_WHOLE.where(EVENTS.c.number.in_(newest))).mappings()
-            return [Event(**row) for row in rows]
+            return {row["job"]: Event(**row) for row in rows}
 
     def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
         """Return the next events with at most `most` characters together, but at least one.

@@ -862,7 +862,7 @@ def _recent(services: Services, id: str, epoch: int) -> list[dict[str, Any]]:
 
 def _job(services: Services, id: str) -> dict[str, Any]:
     job = services.jobs.get(id)
-    started = next(iter(services.outbox.newest_of(("started",), [job.id])), None)
+    started = services.outbox.newest_of("started", [job.id]).get(job.id)
     told = started.data if started else {}
     now = time.time()
     rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
@@ -922,9 +922,7 @@ def _log(services: Services, id: str) -> dict[str, Any]:
 def _users(services: Services, fingerprint: str) -> list[Any]:
     """Return the newest jobs that train on a cache."""
     found = services.jobs.list(limit=USERS)
-    started = {
-        event.job: event for event in services.outbox.newest_of(["started"], [job.id for job in found])
-    }
+    started = services.outbox.newest_of("started", [job.id for job in found])
 
     def used(id: str) -> bool:
         caches: Any = (started[id].data.get("caches") if id in started else None) or ()
