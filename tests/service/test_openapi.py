@@ -85,7 +85,7 @@ def test_what_was_promised_is_there(described: dict[str, Any]) -> None:
         GET /caches, GET /caches/{name}/{fingerprint}, POST /caches/{name}/{fingerprint}/verify,
         GET /caches/{name}/{fingerprint}/why,
         DELETE /caches/{name}/{fingerprint}, POST /caches/gc, GET /operations/{operation_id}, GET /ready,
-        GET /machine, GET /audit, POST /login-codes
+        GET /machine, GET /machine/timeline, GET /audit, POST /login-codes
     """
     wanted = {one.strip().replace(" /", " /api/v1/training/") for one in promised.split(",")}
 

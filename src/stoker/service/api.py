@@ -53,7 +53,14 @@ from stoker.service.probes import probe
 from stoker.service.security import CODE_S
 from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine
 from stoker.service.stream import EventStream, as_text
-from stoker.service.timeline import MOST_INTERVALS, JobTimeline, timeline_of
+from stoker.service.timeline import (
+    COLUMNS,
+    MOST_INTERVALS,
+    JobTimeline,
+    MachineTimeline,
+    machine_timeline,
+    timeline_of,
+)
 
 jobs_router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
@@ -893,6 +900,16 @@ def get_ready(services: ServicesDep, response: Response) -> Ready:
 def get_machine(services: ServicesDep) -> Machine:
     """Return free memory by the tightest limit, CPUs, disk, GPUs, and the workers."""
     return Machine.model_validate(look_at_machine(services))
+
+
+@machine_router.get("/machine/timeline", response_model=MachineTimeline, responses=error_responses())
+def get_machine_timeline(
+    services: ServicesDep,
+    seconds: Annotated[float, Query(ge=60, le=7 * 86_400, description="How far back.")] = 3600.0,
+    columns: Annotated[int, Query(ge=1, le=1000)] = COLUMNS,
+) -> Response:
+    """Return where the time of all workers went: the phases of each job, and what the steps waited for."""
+    return as_json(machine_timeline(services.jobs, services.outbox, seconds, columns=columns))
 
 
 @machine_router.get("/audit", responses=error_responses())

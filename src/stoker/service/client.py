@@ -186,6 +186,10 @@ class Client:
         """Return where a job's time went: `phases`, `intervals`, `stall`, `summary`."""
         return self._ask("GET", f"{_job(id)}/timeline")
 
+    def machine_timeline(self, seconds: float = 3600.0) -> dict[str, Any]:
+        """Return where the time of all workers went: `jobs`, `columns`, `stall`, `summary`."""
+        return self._ask("GET", f"/machine/timeline?seconds={seconds:g}")
+
     def files(self, id: str) -> list[dict[str, Any]]:
         """Return the files that a job has left: `name`, `bytes`, `changed_at`."""
         return self._ask("GET", f"{_job(id)}/files")["files"]

@@ -830,9 +830,13 @@ class Outbox:
         with self._database.reading() as connection:
             return connection.execute(_COUNTED).scalar_one()
 
-    def last_of(self, job: str, kinds: Collection[str], *, limit: int) -> list[Event]:
-        """Return the newest events of a job of some kinds, in their order."""
-        found = sa.select(EVENTS).where(EVENTS.c.job == job, EVENTS.c.kind.in_(tuple(kinds)))
+    def last_of(
+        self, jobs: Collection[str], kinds: Collection[str], *, limit: int, since: float = 0.0
+    ) -> list[Event]:
+        """Return the newest events of some jobs and kinds from a time on (Unix seconds), in their order."""
+        found = sa.select(EVENTS).where(
+            EVENTS.c.job.in_(tuple(jobs)), EVENTS.c.kind.in_(tuple(kinds)), EVENTS.c.at >= since
+        )
         with self._database.reading() as connection:
             rows = connection.execute(found.order_by(EVENTS.c.number.desc()).limit(limit)).mappings()
             return [Event(**row) for row in rows][::-1]

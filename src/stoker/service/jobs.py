@@ -314,6 +314,15 @@ class Jobs:
                 raise _refusal(_found(connection, id), "deleted", allowed)
             append(connection, self._database.wall, id, [("deleted", {})])
 
+    def active_since(self, at: float, *, limit: int) -> Sequence[Job]:
+        """Return the newest jobs that a worker has taken and that had not ended at a time (Unix seconds)."""
+        query = sa.select(*_FIELDS).where(
+            JOBS.c.started.is_not(None), sa.or_(JOBS.c.ended.is_(None), JOBS.c.ended >= at)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(JOBS.c.number.desc()).limit(limit)).mappings()
+            return [job_of(row) for row in rows]
+
     def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Json]]:
         """Return what was measured from epoch `after` + 1 on, one row per epoch: `epoch`, `at` and the rest.
 

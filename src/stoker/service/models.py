@@ -246,11 +246,26 @@ JOB_TIMELINE: Example = {
     "intervals": [
         {
             "begin": 1772366405.3, "end": 1772366407.3, "busy_s": 1.42, "waits_s": {"read": 0.4},
-            "first_wait_s": 0.03, "tier": "disk",
+            "first_wait_s": 0.03, "validate_s": 0.05, "checkpoint_s": 0.02, "tier": "disk", "gpu_busy": 0.71,
         }
     ],
     "stall": 0.22,
     "summary": ["Steps waited 22 % of their time for data: reading from disk 22 %."],
+}  # fmt: skip
+MACHINE_TIMELINE: Example = {
+    "begin": 1772362825.3,
+    "end": 1772366425.3,
+    "jobs": [
+        {
+            "job_id": JOB, "name": "rx-night-run", "worker": "gpu-1-0-3df65eaa",
+            "phases": [{"kind": "train", "begin": 1772366405.3, "end": 1772366425.3}],
+        }
+    ],
+    "columns": [
+        {"begin": 1772366395.3, "end": 1772366425.3, "spent_s": {"busy": 15.6, "read": 4.4}, "gpu_busy": 0.71}
+    ],
+    "stall": 0.22,
+    "summary": ["1 job in the last 60 min, together 20 s of work."],
 }  # fmt: skip
 JOB_FILES: Example = {
     "job_id": JOB,
@@ -365,6 +380,7 @@ BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
         "JobDetail": [JOB_DETAIL],
         "JobMetrics": [JOB_METRICS],
         "JobTimeline": [JOB_TIMELINE],
+        "MachineTimeline": [MACHINE_TIMELINE],
         "JobFiles": [JOB_FILES],
         "AuditOut": [AUDIT_ROW],
         "AuditList": [{"rows": [AUDIT_ROW]}],

@@ -42,7 +42,7 @@ from stoker.service.jobs import Job
 from stoker.service.models import FileOut, JobRequest, status_of
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
-from stoker.service.timeline import PHASES, draw_timeline, timeline_of
+from stoker.service.timeline import PHASES, draw_machine, draw_timeline, machine_timeline, timeline_of
 from stoker.service.views import (
     FILTERS,
     PACE_EPOCHS,
@@ -460,16 +460,37 @@ def show_activity(
     )  # fmt: skip
 
 
+SPANS = {"15 min": 900, "1 h": 3600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800}
+"""Times that the timeline of the machine can cover, in seconds."""
+Span = Annotated[int, Query(ge=min(SPANS.values()), le=max(SPANS.values()))]
+
+
 @router.get("/machine")
-def show_machine(request: Request, services: ServicesDep) -> Response:
-    """Return the resources of the machine."""
-    return page(request, "machine.html", title="Machine", machine=_machine(services))
+def show_machine(request: Request, services: ServicesDep, seconds: Span = SPANS["1 h"]) -> Response:
+    """Return the resources of the machine, and where the time of its workers went."""
+    return page(
+        request, "machine.html", title="Machine", machine=_machine(services), spans=SPANS,
+        **_machine_timeline(services, seconds),
+    )  # fmt: skip
 
 
 @router.get("/parts/machine")
 def part_machine(request: Request, services: ServicesDep) -> Response:
     """Return the figures of `show_machine`."""
     return page(request, "parts/machine.html", machine=_machine(services))
+
+
+@router.get("/parts/machine/timeline")
+def part_machine_timeline(request: Request, services: ServicesDep, seconds: Span = SPANS["1 h"]) -> Response:
+    """Return the timeline of `show_machine`."""
+    return page(request, "parts/machine_timeline.html", **_machine_timeline(services, seconds))
+
+
+def _machine_timeline(services: Services, seconds: int) -> dict[str, Any]:
+    workers = 0 if services.supervisor is None else len(services.supervisor.workers())
+    found = machine_timeline(services.jobs, services.outbox, seconds)
+    drawn = draw_machine(found, workers)
+    return {"timeline": drawn, "summary": found.summary, "phases_said": [*PHASES.items()], "seconds": seconds}
 
 
 def _jobs(services: Services, status: State | None, number: int) -> dict[str, Any]:

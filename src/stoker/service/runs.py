@@ -32,7 +32,7 @@ from stoker.run.fitting import (
 )
 from stoker.run.loaders import loader_arguments
 from stoker.run.precompute import CacheResult, fill_caches
-from stoker.run.train import PreparedCaches, prepare, train_prepared
+from stoker.run.train import PreparedCaches, prepare, train_prepared, watch_gpu
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.folders import JobFile, Journal
@@ -240,21 +240,18 @@ class _RecordEvents:
     def __init__(self, run: JobRun) -> None:
         self._run = run
         self._checkpoint = run.job.checkpoint
-        self.stall = StallSums(run.journal)
+        self.stall = StallSums(run.journal, watch_gpu(str(run.device)))
 
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Write one event of `fit`."""
         journal, told = self._run.journal, cast("Mapping[str, Any]", facts)
+        self.stall.take(kind, told)
         if kind == "batch":
             done = told["epoch"] - 1 + told["batch"] / told["batches"]
             # The row of a job counts finished epochs; this one is not finished.
             journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
         elif kind == "epoch":
             self._tell_epoch(told)
-        elif kind == "stall":
-            self.stall.add(told)
-        elif kind == "stop":
-            self.stall.write()
         elif kind == "checkpoint":
             self._checkpoint = Path(told["path"]).name
         elif kind == "skip":
@@ -423,7 +420,7 @@ class _OperatorEvents:
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
-        self._stall = StallSums(run.journal)
+        self._stall = StallSums(run.journal, watch_gpu(str(run.device)))
         self._due = 0.0
         self._step: dict[str, Json] = {}
         self._total = 1
@@ -435,10 +432,11 @@ class _OperatorEvents:
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Write one event of the loop."""
         told: Mapping[str, Any] = facts
+        self._stall.take(kind, told)
         if kind == "serve" and self.prepared is not None:
             tiers = told["tiers"]
             self._tier = max(tiers, key=lambda name: tiers[name])
-            self._stall = StallSums(self._run.journal)  # its time begins now, when caches are filled
+            self._stall.begin()  # now, when caches are filled
             self._run.tell_started(self.prepared.caches, {**told, "tier": self._tier})
         elif kind in ("start", "stage"):
             self._total = max(1, told["total"])
@@ -446,10 +444,6 @@ class _OperatorEvents:
             self._take_step(told)
         elif kind == "epoch":
             self._take_epoch(told)
-        elif kind == "stall":
-            self._stall.add(told)
-        elif kind in ("done", "stop"):
-            self._stall.write()
         elif kind in ("checkpoint", "best"):
             self.checkpoint = str(told["path"]).rpartition("/")[2]
         elif kind == "skip":
