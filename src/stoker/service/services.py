@@ -204,7 +204,7 @@ def _job_lines(services: Services) -> list[str]:
     for figure, values in figures.items():
         known = {id: value for id, value in values.items() if value is not None}
         lines += [f"# TYPE {figure} gauge"] if known else []
-        lines += [f'{figure}{{job="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()]
+        lines += [f'{figure}{{job_id="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()]
     return lines
 
 
