@@ -2,7 +2,7 @@
 
 DIR/token               the secret of clients
 DIR/stoker.db           the database, unless another is given
-DIR/workers/N.lock      locked by the worker of slot N
+DIR/workers/lock        locked by the workers of one service together
 DIR/caches/             encoded data, shared by all jobs
 DIR/data/               generated data sets
 DIR/jobs/ID/job.json    the task of the job
@@ -116,7 +116,7 @@ class StateFolder:
         self.data = path / "data"
         """Generated data sets."""
         self.workers = path / "workers"
-        """Locks and logs of the worker processes."""
+        """Lock and logs of the worker processes."""
         self.jobs = path / "jobs"
         """The folders of the jobs."""
 
