@@ -101,7 +101,7 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
 @pytest.mark.parametrize(
     "where",
     [
-        "stoker.service.folders.os.write",
+        "stoker.service.journal.os.write",
         pytest.param("stoker.runtime.files.os.fsync", marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.service.database import MOVES, Database, Outbox, State, before
-from stoker.service.jobs import JobQueue, Jobs, Line, Outcome
+from stoker.service.jobs import JobQueue, Jobs, Outcome
+from stoker.service.journal import Line
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.service import timeline
 from stoker.service.database import Event
-from stoker.service.folders import Journal
-from stoker.service.jobs import read_lines
+from stoker.service.journal import Journal, read_lines
 from stoker.service.timeline import Interval, StallSums, draw_timeline, merged, phases_of, timeline_of
 
 PASS = {"step_s": 0.6, "wait_s": 0.3, "first_wait_s": 0.1, "parts": {"read": 0.2, "gather": 0.1}}

@@ -35,8 +35,9 @@ from stoker.run.precompute import CacheResult, fill_caches
 from stoker.run.train import PreparedCaches, prepare, train_prepared
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
-from stoker.service.folders import JobFile, Journal
+from stoker.service.folders import JobFile
 from stoker.service.job_config import JobConfig, splits_of
+from stoker.service.journal import Journal
 from stoker.service.probes import RadioSet
 from stoker.service.timeline import StallSums
 from stoker.sources.protocol import Source

@@ -19,8 +19,8 @@ from stoker.units import format_percent, format_seconds
 if TYPE_CHECKING:
     from stoker.schema import Json
     from stoker.service.database import Event, Outbox
-    from stoker.service.folders import Journal
     from stoker.service.jobs import Job
+    from stoker.service.journal import Journal
 
 LEAST_S = 2.0
 """Seconds of an interval, at least."""
