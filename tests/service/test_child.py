@@ -169,6 +169,26 @@ def test_killed_at_any_moment_it_ends_with_the_weights_of_an_unbroken_run(tmp_pa
     assert told == wanted, "every epoch was told, with the same figures"
 
 
+@pytest.mark.parametrize("make", [radio_dataset, burgers_dataset])
+def test_an_epoch_that_was_saved_and_not_told_is_told_by_the_next_attempt(
+    tmp_path: Path, in_process: Any, make: Any
+) -> None:
+    """A kill came between the checkpoint and the event."""
+    dataset, more = make(tmp_path), {"batch_size": 32, "early_stop_patience": 0}
+    folder = make_job(tmp_path, dataset, epochs=1, **more)
+    assert in_process(folder) == 0
+    (lost,) = lines(folder, "metrics")
+    kept = [line for line in lines(folder) if line["kind"] not in ("metrics", "completed")]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    make_job(tmp_path, dataset, again=True, epochs=2, **more)
+    assert in_process(folder) == 0
+
+    first, second = lines(folder, "metrics")
+    assert (first["data"]["epoch"], second["data"]["epoch"]) == (1, 2)
+    assert first["data"]["train_loss"] == lost["data"]["train_loss"]
+
+
 @pytest.mark.slow
 def test_asked_to_stop_it_saves_and_goes_on_there(tmp_path: Path) -> None:
     dataset = radio_dataset(tmp_path)
