@@ -13,7 +13,8 @@ import pytest
 
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
-from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
+from stoker.service.jobs import JobAttempt, JobQueue, Outcome
+from stoker.service.journal import Line
 from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")

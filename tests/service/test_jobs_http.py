@@ -19,7 +19,8 @@ import pytest
 import stoker
 from stoker.errors import ConflictError, DegradedError
 from stoker.service.database import State
-from stoker.service.jobs import JobQueue, Line
+from stoker.service.jobs import JobQueue
+from stoker.service.journal import Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving

@@ -19,7 +19,8 @@ from pydantic import BaseModel
 
 from stoker.service import api, client, models
 from stoker.service.database import DATASETS, JOBS, State
-from stoker.service.jobs import JobQueue, Line, Outcome
+from stoker.service.jobs import JobQueue, Outcome
+from stoker.service.journal import Line
 from stoker.service.models import BY_MODEL, DATASET, JOB
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services

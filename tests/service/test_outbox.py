@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from stoker.service.database import EVENTS, Database, Outbox, append
-from stoker.service.jobs import JobQueue, Jobs, Line
+from stoker.service.jobs import JobQueue, Jobs
+from stoker.service.journal import Line
 
 
 def test_a_reader_that_follows_many_writers_misses_nothing(database: Database) -> None:

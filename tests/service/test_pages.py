@@ -20,7 +20,8 @@ from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages, views
 from stoker.service.client import Client
 from stoker.service.database import WAITING_STATES, Event, State
-from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
+from stoker.service.jobs import JobAttempt, JobQueue, Outcome
+from stoker.service.journal import Line
 from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from stoker.service import timeline
 from stoker.service.database import Event
-from stoker.service.folders import Journal
-from stoker.service.jobs import read_lines
+from stoker.service.journal import Journal, read_lines
 from stoker.service.timeline import (
     Interval,
     StallSums,

@@ -2,7 +2,7 @@
 
 DIR/token               the secret of clients
 DIR/stoker.db           the database, unless another is given
-DIR/workers/N.lock      locked by the worker of slot N
+DIR/workers/lock        locked by the workers of one service together
 DIR/caches/             encoded data, shared by all jobs
 DIR/data/               generated data sets
 DIR/jobs/ID/job.json    the task of the job
@@ -16,14 +16,12 @@ DIR/jobs/ID/job.json    the task of the job
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from stoker.errors import ConfigError, NotFoundError
@@ -49,7 +47,7 @@ class JobFolder:
         self.job_file = path / "job.json"
         """The task of the job, rewritten for each attempt."""
         self.events = path / "events.jsonl"
-        """Events of its process, one line of JSON each."""
+        """Events of its process (`journal`)."""
         self.log = path / "log.txt"
         """Standard output and error of its processes, one after the other."""
         self.lock = path / "lock"
@@ -116,7 +114,7 @@ class StateFolder:
         self.data = path / "data"
         """Generated data sets."""
         self.workers = path / "workers"
-        """Locks and logs of the worker processes."""
+        """Lock and logs of the worker processes."""
         self.jobs = path / "jobs"
         """The folders of the jobs."""
 
@@ -251,64 +249,3 @@ class JobFile:
     def read(cls, path: Path) -> JobFile:
         """Read the file."""
         return cls(**json.loads(path.read_text()))
-
-
-# ----------------------------------------------------------------------------------------------------------
-# `events.jsonl`: events of a job's process, appended as complete lines of JSON.
-#
-# A line is one `write`, so a kill leaves at most one incomplete line, the last.
-
-
-class Journal:
-    """The file of events, open for appending."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with explain_disk_errors(path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, flags, 0o600)
-        self.epoch = _end_of(path)
-        """The newest epoch with metrics; 0: none."""
-
-    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Append an event; numbers that are not finite become null.
-
-        Raises:
-            ResourceError: The disk is full.
-        """
-        text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
-        left = text.encode() + b"\n"
-        with explain_disk_errors(self._path):
-            while left:  # a disk that fills up takes a part and then fails
-                left = left[os.write(self._fd, left) :]
-        if kind == "metrics":
-            self.epoch = max(self.epoch, int(data["epoch"]))
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-
-def _end_of(path: Path) -> int:
-    """Return the newest epoch in a file; end its last line if a kill left that incomplete."""
-    data, epoch = path.read_bytes(), 0
-    if data and not data.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
-    for text in data.split(b"\n"):
-        if b'"metrics"' in text:
-            with suppress(ValueError, KeyError, TypeError):
-                said = json.loads(text)
-                epoch = max(epoch, int(said["data"]["epoch"])) if said["kind"] == "metrics" else epoch
-    return epoch
-
-
-def _plain(value: Any) -> Json:
-    """Return the value for JSON, with NaN and infinities as null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in cast("Mapping[object, Any]", value).items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in cast("Sequence[Any]", value)]
-    return value

@@ -157,7 +157,6 @@ def as_prometheus(services: Services) -> str:
         "stoker_database_up": int(jobs.error is None),
         "stoker_degraded": int(services.degraded is not None),
         "stoker_streams": services.feed.clients,
-        "stoker_stream_held_chars": services.feed.held,
         "stoker_host_free_bytes": host.host_bytes,
         "stoker_host_limit_bytes": host.host_total_bytes,
         "stoker_disk_free_bytes": disk.value and disk.value[0],
@@ -204,7 +203,9 @@ def _job_lines(services: Services) -> list[str]:
     for figure, values in figures.items():
         known = {id: value for id, value in values.items() if value is not None}
         lines += [f"# TYPE {figure} gauge"] if known else []
-        lines += [f'{figure}{{job_id="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()]
+        lines += [
+            f'{figure}{{job_id="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()
+        ]
     return lines
 
 

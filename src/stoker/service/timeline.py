@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from stoker.monitor.meter import MissingGpu
     from stoker.schema import Json
     from stoker.service.database import Event, Outbox
-    from stoker.service.folders import Journal
     from stoker.service.jobs import Job, Jobs
+    from stoker.service.journal import Journal
 
 LEAST_S = 2.0
 """Seconds of an interval, at least."""
