@@ -174,8 +174,8 @@ class ServiceApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI description."""
         found = super().openapi()
-        for name, shown in models.BY_MODEL.items():
-            found["components"]["schemas"][name]["examples"] = list(shown)
+        for name, shown in models.read_examples().items():
+            found["components"]["schemas"][name]["examples"] = shown
         return found
 
 
