@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from starlette.routing import Mount
 
+from stoker.extras.compat.addresses import JOBS as JOBS_EARLIER
+from stoker.extras.compat.addresses import current_path
 from stoker.service import pages
 from stoker.service.security import PUBLIC, RequestLimits
-from stoker.service.server import JOBS as JOBS_EARLIER
-from stoker.service.server import create_app, current_path
+from stoker.service.server import create_app
 from stoker.service.services import Services
 from tests.service.running import Answer, ask
 

@@ -21,7 +21,7 @@ from stoker.service import api, client, models
 from stoker.service.database import DATASETS, JOBS, State
 from stoker.service.jobs import JobQueue, Outcome
 from stoker.service.journal import Line
-from stoker.service.models import BY_MODEL, DATASET, JOB
+from stoker.service.models import DATASET, JOB, read_examples
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from tests.service.running import CONFIG, ask, note_radio, serving
@@ -137,7 +137,7 @@ def test_what_the_client_says_of_an_answer_is_in_it(row: Any, model: type[BaseMo
 def test_examples_fit_their_models() -> None:
     models = {one.__name__: one for one in BaseModel.__subclasses__() if "stoker.service" in one.__module__}
 
-    for name, shown in BY_MODEL.items():
+    for name, shown in read_examples().items():
         for value in shown:
             assert models[name].model_validate(value).model_fields_set == set(value), name
 

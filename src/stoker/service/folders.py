@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from stoker.errors import ConfigError, NotFoundError
-from stoker.runtime.disk import explain_disk_errors, format_inodes, free_space
+from stoker.errors import ConfigError, NotFoundError, ResourceError
+from stoker.runtime.disk import FreeSpace, explain_disk_errors, format_inodes, free_space
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.service.background import CachedValue
 from stoker.units import format_bytes
@@ -134,19 +134,6 @@ class StateFolder:
             )
         return JobFolder(self.jobs / known)
 
-    def lack(self) -> str | None:
-        """Return why no job can start here; None: there is space."""
-        try:
-            free, inodes, _ = free_space(self.path)
-        except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}. Check its disk"
-        if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
-            return None
-        return (
-            f"the disk of {self.path} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
-            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are needed. Free space; jobs wait until then"
-        )
-
     def make(self) -> None:
         """Create all folders, for their owner only."""
         for path in (self.path, self.caches, self.data, self.workers, self.jobs):
@@ -154,18 +141,32 @@ class StateFolder:
         self.path.chmod(0o700)
 
 
-class DiskRoom:
-    """Checks the free space of a state folder, in time also when its disk does not answer."""
+class DiskRoom(CachedValue[FreeSpace]):
+    """The free space of a state folder, known in time also when its disk does not answer."""
 
     def __init__(self, folder: StateFolder) -> None:
-        self._asked: CachedValue[str | None] = CachedValue(
-            folder.lack, f"the disk of {folder.path}", wait_s=ANSWER_S
-        )
+        self._folder = folder
+        super().__init__(self._look, f"the disk of {folder.path}", wait_s=ANSWER_S)
+
+    def _look(self) -> FreeSpace:
+        try:
+            return free_space(self._folder.path)
+        except OSError as error:
+            what = f"{self._folder.path} cannot be read: {error.strerror}"
+            raise ResourceError(what, hint="Check its disk") from error
 
     def lack(self) -> str | None:
-        """Return why nothing can be begun there; None: there is room."""
-        found = self._asked.get()
-        return found.stale or found.value
+        """Return why no job can start there; None: there is space."""
+        found = self.get()
+        if found.value is None or found.error is not None:
+            return found.stale
+        free, inodes, _ = found.value
+        if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
+            return None
+        return (
+            f"{self._what} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
+            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are needed. Free space; jobs wait until then"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------

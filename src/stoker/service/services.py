@@ -28,7 +28,7 @@ from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
-from stoker.service.folders import StateFolder, prepare_state_dir
+from stoker.service.folders import DiskRoom, StateFolder, prepare_state_dir
 from stoker.service.jobs import Job, Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
@@ -95,15 +95,14 @@ def look_at_machine(services: Services) -> dict[str, Any]:
     """Return memory by the tightest limit, CPUs, disk of the state folder and GPUs; None where unknown."""
     found = probe_machine()
     disk, driver = services.figures.disk.get(), services.figures.gpus.get()
-    disk_bytes, disk_inodes = disk.value or (None, None)
     return {
         "host_bytes": found.host_bytes,
         "host_total_bytes": found.host_total_bytes,
         "host_limit": found.host_limit,
         "cpus": found.cpus,
         "cpu_limit": found.cpu_limit,
-        "disk_bytes": disk_bytes,
-        "disk_inodes": disk_inodes,
+        "disk_bytes": None if disk.value is None else disk.value.bytes,
+        "disk_inodes": None if disk.value is None else disk.value.inodes,
         "gpus": driver.value or [],
         "stale": [text for text in (disk.stale, driver.stale) if text],
         "workers": []
@@ -159,7 +158,7 @@ def as_prometheus(services: Services) -> str:
         "stoker_streams": services.feed.clients,
         "stoker_host_free_bytes": host.host_bytes,
         "stoker_host_limit_bytes": host.host_total_bytes,
-        "stoker_disk_free_bytes": disk.value and disk.value[0],
+        "stoker_disk_free_bytes": None if disk.value is None else disk.value.bytes,
         "process_resident_memory_bytes": process.memory_info().rss,
         "process_open_fds": process.num_fds(),
         "process_threads": process.num_threads(),
@@ -261,10 +260,7 @@ class Figures:
             lambda: QueueFigures.of(jobs), "the queue of jobs", wait_s=FIGURE_S
         )
         """What waits, and what runs."""
-        self.disk: CachedValue[tuple[int | None, int | None]] = CachedValue(
-            lambda: _room(folder), f"the disk of {folder.path}", wait_s=FIGURE_S
-        )
-        """Free bytes and inodes."""
+        self.disk = DiskRoom(folder)
         self.gpus: CachedValue[list[dict[str, Any]]] = CachedValue(
             gpus, "the driver of the GPUs", wait_s=FIGURE_S
         )
@@ -278,11 +274,6 @@ class Figures:
     def look_into(self, what: str, work: Callable[[], T]) -> T:
         """Return what `work` finds in a folder, of `what`; errors as `Pool.call_within`."""
         return self._folders.call_within(FOLDER_S, work, what)
-
-
-def _room(folder: StateFolder) -> tuple[int | None, int | None]:
-    found = probe_machine(path=folder.path)
-    return found.disk_bytes, found.disk_inodes
 
 
 def find_caches(folder: StateFolder) -> list[dict[str, Any]]:

@@ -78,8 +78,8 @@ class WorkerState:
 class WorkerSupervisor:
     """Keeps workers running and does chores; call `start`, and `stop` when the server ends.
 
-    Its workers inherit a lock. Until the workers of an earlier service have ended, which write checkpoints of
-    their jobs, no worker is started and no job is given back: a device never has the jobs of two services.
+    Its workers inherit a lock. The workers of an earlier service hold it while they write checkpoints of
+    their jobs. Until then no worker is started and no job is given back, so two jobs never share a device.
 
     Args:
         database: Of the jobs.
