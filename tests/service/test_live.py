@@ -18,7 +18,7 @@ import pytest
 
 from stoker.service import server, stream
 from stoker.service.client import Client, StreamEvent
-from stoker.service.database import Event, append
+from stoker.service.database import Event, EventPage, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 
@@ -118,9 +118,10 @@ def test_a_page_of_events_is_bounded_and_none_is_lost(
     pages: list[list[Event]] = []
     real = running.services.outbox.read_page
 
-    def read_page(after: int, **given: Any) -> list[Event]:
-        pages.append(real(after, **given))
-        return pages[-1]
+    def read_page(after: int, **given: Any) -> EventPage:
+        page = real(after, **given)
+        pages.append(page.events)
+        return page
 
     monkeypatch.setattr(running.services.outbox, "read_page", read_page)
     begin = running.services.outbox.newest()
@@ -152,7 +153,7 @@ def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
     first = running.services.outbox.newest()
     tell(running, job, 30)
     running.services.outbox.prune(max_age_s=1e9, max_count=10)
-    oldest = running.services.outbox.oldest()
+    oldest = running.services.outbox.read(0, limit=1)[0].number
     assert oldest > first + 1
 
     told = take(client_of(running).follow("/events", first), 11)

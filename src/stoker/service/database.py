@@ -781,6 +781,17 @@ class Event:
     """Characters of its data as JSON."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """The next events of a reader, and which numbers there are."""
+
+    events: list[Event]
+    oldest: int
+    """The lowest number that was not pruned; without events, the next number."""
+    newest: int
+    """0 without any."""
+
+
 class Outbox:
     """Reads the events of a database from any point that has not been pruned."""
 
@@ -808,22 +819,26 @@ class Outbox:
             rows = connection.execute(_WHOLE.where(EVENTS.c.number.in_(newest))).mappings()
             return {row["job"]: Event(**row) for row in rows}
 
-    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
+    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> EventPage:
         """Return the next events with at most `most` characters together, but at least one.
 
         Sizes are read before the events, so that memory never holds more.
         """
+        events: list[Event] = []
         with self._database.reading() as connection:
+            newest = connection.execute(_COUNTED).scalar_one()  # first: all events up to it can be read
             last, total = after, 0
-            for row in connection.execute(_SIZES.where(_following(after, job)).limit(limit)):
+            following = _SIZES.where(_following(after, job)).limit(limit)
+            for row in connection.execute(following) if after < newest else ():
                 total += row.size
                 if last > after and total > most:
                     break
                 last = row.number
-            if last == after:
-                return []
-            query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
-            return [Event(**row) for row in connection.execute(query).mappings()]
+            if last > after:
+                query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
+                events = [Event(**row) for row in connection.execute(query).mappings()]
+            lowest = connection.execute(_LOWEST).scalar()  # last: events may be pruned meanwhile
+        return EventPage(events=events, oldest=lowest or newest + 1, newest=newest)
 
     def newest(self) -> int:
         """Return the number of the newest event; 0 without any."""
@@ -840,12 +855,6 @@ class Outbox:
         with self._database.reading() as connection:
             rows = connection.execute(found.order_by(EVENTS.c.number.desc()).limit(limit)).mappings()
             return [Event(**row) for row in rows][::-1]
-
-    def oldest(self) -> int:
-        """Return the lowest number that was not pruned; without events, the next number."""
-        with self._database.reading() as connection:
-            lowest = connection.execute(sa.select(sa.func.min(EVENTS.c.number))).scalar()
-            return lowest or connection.execute(_COUNTED).scalar_one() + 1
 
     def prune(self, *, max_age_s: float, max_count: int) -> int:
         """Remove events older than `max_age_s` and all but the newest `max_count`; return how many.
@@ -865,6 +874,7 @@ class Outbox:
 _SIZE = sa.func.length(sa.cast(EVENTS.c.data, sa.Text)).label("size")
 _WHOLE = sa.select(EVENTS, _SIZE).order_by(EVENTS.c.number)
 _SIZES = sa.select(EVENTS.c.number, _SIZE).order_by(EVENTS.c.number)
+_LOWEST = sa.select(sa.func.min(EVENTS.c.number))
 _COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
 
 

@@ -127,16 +127,15 @@ class EventFeed:
 
     def _read(self, place: int | None, job: str | None) -> tuple[list[Event], int]:
         """Return the next events, and the number up to which they are complete."""
-        newest = self._outbox.newest()  # first: later events are not among those that are read
         if place is None:
-            return [], newest
-        if place > newest:
-            return [_gap(1, newest, job, f"number {place} is not known here: another database")], newest
-        events = self._outbox.read_page(place, job=job, limit=PAGE, most=PAGE_CHARS)
-        oldest = self._outbox.oldest()  # last: events may be pruned meanwhile
-        if place < oldest - 1:
-            return [_gap(place + 1, oldest - 1, job, "these events were pruned")], oldest - 1
-        return events, events[-1].number if events else newest
+            return [], self._outbox.newest()
+        page = self._outbox.read_page(place, job=job, limit=PAGE, most=PAGE_CHARS)
+        if place > page.newest:
+            why = f"number {place} is not known here: another database"
+            return [_gap(1, page.newest, job, why)], page.newest
+        if place < page.oldest - 1:
+            return [_gap(place + 1, page.oldest - 1, job, "these events were pruned")], page.oldest - 1
+        return page.events, page.events[-1].number if page.events else page.newest
 
     async def _wait(self, place: int) -> bool:
         """Wait for an event after `place`; return False if none came for `HEARTBEAT_S`."""
