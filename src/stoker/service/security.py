@@ -173,7 +173,7 @@ def check_name(name: str) -> str:
 
 
 SHORTEST = 32
-"""Least number of characters of a token; ours have 43, which are 256 bits."""
+"""Least number of characters of a secret; our tokens have 43, which are 256 bits."""
 CODE_S = 600.0
 """How long a login code may be used."""
 SESSION_S = 7 * 86400.0
@@ -202,23 +202,31 @@ def load_token(path: Path) -> SecretStr:
     if not path.exists():
         # Another service may create it first, and its token is as good.
         create_file(path, (secrets.token_urlsafe(32) + "\n").encode(), mode=0o600)
+    return read_secret(path, "Remove it, and a new one is made")
+
+
+def read_secret(path: Path, otherwise: str) -> SecretStr:
+    """Return the secret in a file that only its user may read.
+
+    Args:
+        path: Of the file.
+        otherwise: What to do with a file that cannot be used, for the error.
+    Raises:
+        ConfigError: The file is missing or not private, or its secret is too short.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", hint="Remove it, and a new one is made"
-        ) from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint=otherwise) from None
     with os.fdopen(fd, "rb") as file:
         mode = os.fstat(fd).st_mode
         text = file.read(1024).decode("ascii", "replace").strip() if stat.S_ISREG(mode) else ""
     if not stat.S_ISREG(mode) or mode & 0o077:
         raise ConfigError(
-            f"{path} may be read by others (mode {stat.S_IMODE(mode):o})", hint="Expected 600; remove it"
+            f"{path} may be read by others (mode {stat.S_IMODE(mode):o}), expected 600", hint=otherwise
         )
     if len(text) < SHORTEST or not text.isprintable():
-        raise ConfigError(
-            f"{path} holds {len(text)} characters, expected {SHORTEST} or more", hint="Remove it"
-        )
+        raise ConfigError(f"{path} holds {len(text)} characters, expected {SHORTEST} or more", hint=otherwise)
     return SecretStr(text)
 
 

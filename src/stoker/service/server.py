@@ -20,6 +20,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
+from pydantic import SecretStr
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -32,9 +33,10 @@ from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service import api, models, pages
 from stoker.service.executor import JobLimits, RayTarget
-from stoker.service.security import Guard
+from stoker.service.security import Guard, read_secret
 from stoker.service.services import Services, count_gpus, open_services
 from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
+from stoker.service.webhooks import Webhooks, check_webhook
 from stoker.service.worker import WorkerSettings
 
 # ----------------------------------------------------------------------------------------------------------
@@ -398,6 +400,10 @@ class ServeSettings:
     """Additional host names of the service."""
     public_url: str | None = None
     """URL for browsers, behind a proxy; its name is one of `hosts`. None: its own address."""
+    webhooks: tuple[str, ...] = ()
+    """URLs that are told each change of a job's state."""
+    webhook_secret_file: Path | None = None
+    """Its secret signs what they are sent; None: it is not signed."""
     ray: RayTarget | None = None
     """The Ray cluster that runs jobs; None: this machine."""
     job_memory_bytes: int | None = None
@@ -442,6 +448,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
     plan = _plan(settings, environment)
+    secret = _webhook_secret(settings)
     for folder in (settings.state_dir, *settings.roots):
         disk_space(folder)
     services = open_services(
@@ -456,7 +463,8 @@ def serve(
     listening = open_socket(settings.host, settings.port)
     plan = replace(plan, settings=replace(plan.settings, access=services.access))
     supervisor = WorkerSupervisor(services.database, services.folder, plan)
-    services = replace(services, supervisor=supervisor)
+    webhooks = Webhooks(services.database, settings.webhooks, secret) if settings.webhooks else None
+    services = replace(services, supervisor=supervisor, webhooks=webhooks)
     address = address_of(listening)
     started = ServiceInfo(
         address=address,
@@ -473,6 +481,8 @@ def serve(
         tell(started)
 
     supervisor.start()
+    if webhooks is not None:
+        webhooks.start()
     try:
         run_server(make_server(services, ready), listening)
     finally:
@@ -484,7 +494,25 @@ def serve(
 def _end(supervisor: WorkerSupervisor, services: Services) -> None:
     if not supervisor.stop(limit_s=STOP_S):
         log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
+    if services.webhooks is not None:
+        services.webhooks.stop()
     services.database.close()
+
+
+def _webhook_secret(settings: ServeSettings) -> SecretStr | None:
+    """Return the secret for the webhooks of a service, whose URLs are valid.
+
+    Raises:
+        ConfigError: A URL or the file cannot be used.
+    """
+    for url in settings.webhooks:
+        check_webhook(url)
+    path = settings.webhook_secret_file
+    if path is not None and not settings.webhooks:
+        raise ConfigError(f"--webhook-secret-file {path} is given without --webhook", hint="Give both")
+    return (
+        None if path is None else read_secret(path, f"Make one: (umask 077; openssl rand -hex 32 > {path})")
+    )
 
 
 def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan:
