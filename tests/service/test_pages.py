@@ -17,7 +17,7 @@ import pytest
 import stoker
 from stoker.errors import ConfigError, ConflictError, DegradedError
 from stoker.run.demo import BurgersSpec, write_burgers
-from stoker.service import pages
+from stoker.service import pages, views
 from stoker.service.client import Client
 from stoker.service.database import WAITING_STATES, Event, State
 from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
@@ -552,10 +552,10 @@ def test_the_time_left_is_that_of_the_epochs_since_the_last_start(running: Runni
     rows = [{"epoch": 19, "at": 90.0}, {"epoch": 20, "at": 95.0}]  # a day before it was continued
     rows += [{"epoch": 21, "at": 90_010.0}, {"epoch": 22, "at": 90_015.0}]
 
-    left = pages.left_s(job, rows, started, now=90_016.0)
+    left = views.left_s(job, rows, started, now=90_016.0)
 
     assert left == pytest.approx(5 * 18)
-    assert pages.left_s(job, rows[:2], started, now=90_016.0) is None
+    assert views.left_s(job, rows[:2], started, now=90_016.0) is None
 
 
 def test_the_plan_of_a_form_that_is_not_complete_is_refused(running: Running, browser: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""The pages: values for templates, login and logout, and the routes of all pages.
+"""The pages: login and logout, and the routes of all pages.
 
 Templates escape all values. Scripts and styles come from `static/`, since the policy of each answer allows no
 others.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, cast
+from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Query, Request
@@ -39,385 +37,36 @@ from stoker.service.api import (
     list_caches,
     why,
 )
-from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
+from stoker.service.database import WAITING_STATES, State
 from stoker.service.jobs import Job
-from stoker.service.models import FileOut, JobRequest, status_of, utc
+from stoker.service.models import FileOut, JobRequest, status_of
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
 from stoker.service.timeline import PHASES, draw_timeline, timeline_of
-from stoker.units import format_bytes, format_count, format_percent, format_seconds
-
-# ----------------------------------------------------------------------------------------------------------
-# Values for templates: what pages show of jobs, caches and the machine.
-
-
-WIDTH, HEIGHT = 96, 24
-"""Size of a spark line in its own units."""
-ACTIONS: tuple[tuple[str, str, frozenset[State]], ...] = (
-    ("pause", "Pause", WAITING_STATES | {State.RUNNING}),
-    ("resume", "Resume", frozenset({State.PAUSED, State.CANCELLED, State.FAILED})),
-    ("cancel", "Cancel", WAITING_STATES | {State.RUNNING, State.PAUSING, State.PAUSED}),
+from stoker.service.views import (
+    FILTERS,
+    PACE_EPOCHS,
+    USERS,
+    actions,
+    charts,
+    charts_by_quantity,
+    differences,
+    expected_stall,
+    figures,
+    flat,
+    form_fields,
+    is_live,
+    left_s,
+    outcomes,
+    run_of,
+    similar_job,
+    spark,
+    thinned,
+    tier_bar,
+    tier_parts,
+    times,
 )
-CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
-    ("Loss", "", (("train_loss", "training", 1), ("val_loss", "validation", 1))),
-    ("Validation error", "m", (("p50_m", "median", 1), ("p95_m", "95 %", 1), ("rmse_m", "rmse", 1))),
-    ("Validation error", "", (("val_nrmse", "NRMSE", 1), ("persistence_nrmse", "persistence", 1))),
-    ("Validation accuracy", "%", (("accuracy", "right", 100),)),
-    ("Learning rate", "", (("learning_rate", "rate", 1), ("lr", "rate", 1))),
-    ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
-)
-"""Title, unit, and lines: name in a row of metrics, label and factor."""
-TIERS = ("device", "host", "disk", "encode")
-FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
-"""Fields of the form that are visible at first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarPart:
-    """One part of a bar; position and width are in thousandths of the bar."""
-
-    label: str
-    text: str
-    kind: str
-    """Selects the color."""
-    x: float
-    width: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormField:
-    """One setting of a new job."""
-
-    name: str
-    about: str
-    kind: str
-    """`number`, `integer`, `boolean`, `choice`, `text`, `list` or `object`."""
-    value: Any
-    choices: tuple[str, ...] = ()
-    lowest: float | None = None
-    highest: float | None = None
-    needed: bool = False
-    kinds: tuple[str, ...] = ()
-    """Kinds of data sets that it applies to; empty: all."""
-
-
-def actions(job: Job) -> list[tuple[str, str]]:
-    """Return the actions that a job allows now: the end of the address and the label of the button."""
-    return [(name, words) for name, words, states in ACTIONS if job.state in states]
-
-
-def tone(state: State) -> str:
-    """Return the color of a state: `busy`, `wait`, `good`, `bad` or `off`."""
-    if state in HELD_STATES:
-        return "busy"
-    tones = {State.COMPLETED: "good", State.FAILED: "bad", State.CANCELLED: "off"}
-    return tones.get(state, "wait")
-
-
-def is_live(job: Job) -> bool:
-    """Return True if a job may change without a request."""
-    return job.state not in ENDED_STATES and job.state is not State.PAUSED
-
-
-def bar(values: Sequence[tuple[str, float, str, str]]) -> list[BarPart]:
-    """Return the parts of a bar for values, each a label, an amount, its text and a kind.
-
-    >>> [(part.label, part.x, part.width) for part in bar([("a", 1, "1 s", "k"), ("b", 3, "3 s", "k")])]
-    [('a', 0.0, 250.0), ('b', 250.0, 750.0)]
-    """
-    total = sum(value for _, value, _, _ in values)
-    parts: list[BarPart] = []
-    x = 0.0
-    for label, value, text, kind in values:
-        width = 1000 * value / total if total else 0.0
-        parts.append(BarPart(label=label, text=text, kind=kind, x=round(x, 2), width=round(width, 2)))
-        x += width
-    return parts
-
-
-def tier_bar(started: Event | None) -> list[BarPart]:
-    """Return records by tier, from the `started` event of a job."""
-    return tier_parts(started.data.get("tiers") if started else None)
-
-
-def tier_parts(tiers: object) -> list[BarPart]:
-    """Return records by tier as parts of a bar; empty unless `tiers` is a mapping."""
-    if not isinstance(tiers, Mapping):
-        return []
-    held = [(tier, float(str(tiers.get(tier) or 0))) for tier in TIERS]
-    return bar([(tier, count, format_count(count, "record"), tier) for tier, count in held if count])
-
-
-def expected_stall(plan: Mapping[str, Any]) -> str:
-    """Return the stall of a plan as text, or the shortest step that does not wait.
-
-    >>> expected_stall({"predicted_stall": None, "no_stall_step_s": 0.002})
-    'none at steps of 2 ms or longer'
-    """
-    if (stall := plan.get("predicted_stall")) is not None:
-        low, high = plan.get("predicted_stall_low"), plan.get("predicted_stall_high")
-        likely = "" if low is None or high is None else f" ({format_percent(low)} to {format_percent(high)})"
-        return f"{format_percent(stall)}{likely}"
-    if (step_s := plan.get("no_stall_step_s")) is not None:
-        return f"none at steps of {format_seconds(step_s)} or longer"
-    return "not known until all records are encoded"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimilarJob:
-    """A job on the same data."""
-
-    id: str
-    name: str
-    batch_size: int | None
-
-
-def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | None, float | None]:
-    """Return a job on the same data that has finished epochs, and the seconds that one takes.
-
-    The newest with the same batch size, else the newest.
-    """
-    found: tuple[SimilarJob, float] | None = None
-    wanted = services.datasets.resolve(config.dataset_ids)
-    words = {word for one in wanted for word in (one.id, one.name)}
-    for job in services.jobs.list(limit=USERS):
-        is_same = len(job.dataset_ids) == len(wanted) and words.issuperset(job.dataset_ids)
-        if job.epoch < 1 or job.kind != "training" or not is_same:
-            continue
-        after = max(0, job.epoch - PACE_EPOCHS)
-        rows = cast(
-            "Sequence[Mapping[str, Any]]", services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=after)
-        )
-        took = [row["seconds"] + (row.get("eval_seconds") or 0.0) for row in rows if row.get("seconds")]
-        if took:
-            size = cast("Any", job.config.get("batch_size"))
-            one = SimilarJob(id=job.id, name=job.name, batch_size=size), sum(took) / len(took)
-            if size == config.batch_size:
-                return one
-            found = found or one
-    return found or (None, None)
-
-
-def spark(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the points of a line through the losses of a job's epochs, newest last; empty below two losses.
-
-    >>> spark([{"train_loss": 2.0}, {"train_loss": 1.0}])
-    '0.0,2.0 96.0,22.0'
-    """
-    values = [row.get("val_loss", row.get("train_loss")) for row in rows]
-    known = [float(value) for value in values if isinstance(value, int | float)]
-    if len(known) < 2:
-        return ""
-    low, high = min(known), max(known)
-    span, step = (high - low) or 1.0, WIDTH / (len(known) - 1)
-    room = HEIGHT - 4
-    return " ".join(f"{i * step:.1f},{2 + room * (high - one) / span:.1f}" for i, one in enumerate(known))
-
-
-def charts() -> list[dict[str, Any]]:
-    """Return what the script of a page may draw; it leaves out lines without a number in any row."""
-    return [
-        {
-            "title": title,
-            "unit": unit,
-            "series": [{"name": name, "label": label, "factor": factor} for name, label, factor in lines],
-        }
-        for title, unit, lines in CHARTS
-    ]
-
-
-def run_of(job: Job, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the script of a page draws of a job: its rows of metrics, its start and its best epoch."""
-    began = job.created if job.started is None else job.started
-    return {"name": job.name, "rows": rows, "began": began, "best": job.best_epoch, "loss": job.best_val_loss}
-
-
-def charts_by_quantity() -> list[dict[str, Any]]:
-    """Return the charts of `charts` with one quantity each, for a line per job."""
-    found: list[dict[str, Any]] = []
-    for chart in charts():
-        labels = [*dict.fromkeys(line["label"] for line in chart["series"])]
-        for label in labels:
-            title = chart["title"] if len(labels) == 1 else f"{chart['title']}, {label}"
-            series = [line for line in chart["series"] if line["label"] == label]
-            found.append({"title": title, "unit": chart["unit"], "series": series})
-    return found
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return the settings that are not the same in all configurations: name, and the text in each.
-
-    >>> differences([{"seed": 0, "settings": {"a": 1}}, {"seed": 0, "settings": {}}])
-    [('settings.a', ['1', '–'])]
-    """
-    flat = [dict(_flat(config)) for config in configs]
-    names = dict.fromkeys(name for one in flat for name in one)
-    rows = [(name, [one.get(name, "–") for one in flat]) for name in names]
-    return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
-
-
-def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
-    """Return what came of jobs: name of a figure, and its text for each job; the best loss comes first.
-
-    Figures of `CHARTS` are those of the best epoch, or of the last without validation.
-    """
-    best = [
-        f"{number(job.best_val_loss)} in epoch {job.best_epoch}" if job.best_epoch else "–" for job in jobs
-    ]
-    kept = [
-        next((row for row in of_job if row["epoch"] == job.best_epoch), of_job[-1] if of_job else {})
-        for job, of_job in zip(jobs, rows, strict=True)
-    ]
-    found = [("Best validation loss", best)]
-    for chart in charts_by_quantity():
-        values = [
-            next((row[one["name"]] * one["factor"] for one in chart["series"] if _is_number(row, one)), None)
-            for row in kept
-        ]
-        if any(value is not None for value in values):
-            unit = f" ({chart['unit']})" if chart["unit"] else ""
-            found.append((chart["title"] + unit, [number(value) for value in values]))
-    took = [
-        "–" if job.started is None or job.ended is None else format_seconds(job.ended - job.started)
-        for job in jobs
-    ]
-    epochs = [f"{job.epoch} of {job.epochs}" for job in jobs]
-    return [
-        *found,
-        ("Epochs", epochs),
-        ("From start to end", took),
-        ("Tier", [job.tier or "–" for job in jobs]),
-    ]
-
-
-def _is_number(row: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
-    return isinstance(row.get(line["name"]), int | float)
-
-
-def thinned(rows: Sequence[Mapping[str, Any]], best: int | None, most: int) -> list[Mapping[str, Any]]:
-    """Return about `most` of the rows, evenly, with the first, the last and that of the epoch `best`.
-
-    >>> [row["epoch"] for row in thinned([{"epoch": n} for n in range(1, 10)], 6, 4)]
-    [1, 4, 6, 7, 9]
-    """
-    step = max(1, -(-len(rows) // most))
-    last = len(rows) - 1
-    return [row for i, row in enumerate(rows) if i % step == 0 or i == last or row["epoch"] == best]
-
-
-def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the facts of a data set as names and texts; fields with shape and dtype.
-
-    >>> figures({"samples": 4030, "fields": {"u": {"shape": [101, 256], "dtype": "float32"}}})
-    [('samples', '4,030'), ('field u', '101 × 256, float32')]
-    """
-    rest = {name: value for name, value in facts.items() if name != "fields"}
-    shapes = {
-        f"field {name}": f"{' × '.join(map(str, field['shape'])) or 'a number'}, {field['dtype']}"
-        for name, field in facts.get("fields", {}).items()
-    }
-    return [(name.replace("_", " "), _figure(value)) for name, value in rest.items()] + [*shapes.items()]
-
-
-def _figure(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return text_of(value)
-    return format_count(value) if isinstance(value, int) else number(value)
-
-
-def form_fields() -> tuple[list[FormField], list[FormField]]:
-    """Return the settings of a new job that have an effect: the visible ones, and the others."""
-    schema = JobConfig.model_json_schema()
-    found = {
-        name: _form_field(name, spec, name in schema.get("required", ()))
-        for name, spec in schema["properties"].items()
-        if name not in WITHOUT_EFFECT
-    }
-    first = [found.pop(name) for name in FIRST_FIELDS]
-    return first, list(found.values())
-
-
-def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
-    kinds = [one for one in spec.get("anyOf", [spec]) if one.get("type") != "null"]
-    chosen = kinds[0]
-    kind = str(chosen.get("type", "text"))
-    choices = tuple(str(one) for one in chosen.get("enum", ()))
-    return FormField(
-        name=name,
-        about=str(spec.get("description", "")),
-        kind="choice" if choices else {"array": "list", "string": "text"}.get(kind, kind),
-        value=spec.get("default"),
-        choices=choices,
-        lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
-        highest=chosen.get("maximum"),
-        needed=needed,
-        kinds=kinds_of(name),
-    )
-
-
-def kinds_of(field: str) -> tuple[str, ...]:
-    """Return the kinds of data sets that a field of `JobConfig` applies to; empty if it applies to all.
-
-    >>> kinds_of("max_gdop"), kinds_of("epochs")
-    (('radio',), ())
-    """
-    kinds = tuple(kind for kind, unused in UNUSED_FIELDS.items() if field not in unused)
-    return () if len(kinds) == len(UNUSED_FIELDS) else kinds
-
-
-def number(value: float | None) -> str:
-    """Return a figure with four significant digits, large ones to the unit, or an en dash for None.
-
-    >>> number(0.123456), number(None), number(1234567.0), number(2e12)
-    ('0.1235', '–', '1,234,567', '2e+12')
-    """
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def text_of(value: Any) -> str:
-    """Return a value of a setting, a recipe or a sample as text; an en dash where it is empty.
-
-    >>> [text_of(one) for one in (True, None, {}, ["a", 1], {"a": None}, 0.001)]
-    ['yes', '–', '–', 'a, 1', '{"a": null}', '0.001']
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is None or (isinstance(value, dict | list | tuple) and not value):
-        return "–"
-    if isinstance(value, list | tuple) and not any(isinstance(one, dict | list | tuple) for one in value):
-        return ", ".join(map(text_of, value))
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def ago(seconds: float) -> str:
-    """Return a time span as text.
-
-    >>> ago(0.2), ago(75), ago(7300), ago(200_000)
-    ('now', '75 s ago', '2 h 1 min ago', '2 days ago')
-    """
-    if seconds < 1:
-        return "now"
-    if seconds >= 2 * 86400:
-        return f"{seconds / 86400:.0f} days ago"
-    return f"{format_seconds(round(seconds))} ago"
-
-
-FILTERS = {
-    "ago": ago,
-    "utc": utc,
-    "bytes": format_bytes,
-    "count": format_count,
-    "number": number,
-    "percent": format_percent,
-    "seconds": format_seconds,
-    "tone": tone,
-    "value": text_of,
-}
-"""Filters of the templates."""
-
+from stoker.units import format_seconds
 
 FOLDER = Path(__file__).parent
 login_router = APIRouter(include_in_schema=False)
@@ -532,13 +181,6 @@ def _form(wanted: str, problem: str = "", status: int = 200) -> HTMLResponse:
     return HTMLResponse(text, status)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The pages: jobs, one job, a new job, data sets, one of them, caches, one cache, the machine.
-#
-# The server renders complete pages. The script of a page listens to events and reloads the parts that changed
-# (`/parts/...`); without a script a page is correct, but does not update.
-
-
 PER_PAGE = 25
 LOG_LINES = 200
 EPOCHS_SHOWN = 5000
@@ -551,15 +193,9 @@ POINTS_COMPARED = 1000
 """Epochs that a page draws of each job that it compares."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
-PACE_EPOCHS = 6
-"""Last epochs that tell how long the others take."""
-LEAST_PROGRESS = 0.02
-"""Part of the job that must be done before the time left is told, while there are no two epochs."""
 PLAN_WAIT_S = 20.0
 """Timeout of the plan on the page of a new job."""
 ACTIVITY_SHOWN = 100
-USERS = 100
-"""Newest jobs that are searched for users of a cache or data set."""
 
 
 class PageRoute(APIRoute):
@@ -767,7 +403,7 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
     ]
     return page(
         request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
-        figures=figures(dataset.facts), spec=_flat(dataset.spec),
+        figures=figures(dataset.facts), spec=flat(dataset.spec),
     )  # fmt: skip
 
 
@@ -808,7 +444,7 @@ def show_cache(
     differences = why(name, fingerprint, services, other) if other or others else None
     return page(
         request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
-        detail=detail, recipe=_flat(recipe), others=others, differences=differences, other=other,
+        detail=detail, recipe=flat(recipe), others=others, differences=differences, other=other,
         users=_users(services, fingerprint),
     )  # fmt: skip
 
@@ -874,41 +510,6 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def left_s(job: Job, rows: Sequence[Mapping[str, Any]], started: Event | None, now: float) -> float | None:
-    """Return the seconds that a job still takes, at the pace of its last epochs; None: not known.
-
-    Args:
-        job: The job.
-        rows: Its last epochs.
-        started: When its training began; epochs before that were of an earlier attempt.
-        now: Unix seconds.
-    """
-    if job.state not in HELD_STATES or job.progress >= 1.0:
-        return None
-    rows = [row for row in rows if started is not None and row["at"] >= started.at]
-    if len(rows) > 1:
-        pace_s = (rows[-1]["at"] - rows[0]["at"]) / (rows[-1]["epoch"] - rows[0]["epoch"])
-        return max(0.0, pace_s * job.epochs * (1.0 - job.progress))
-    if started is None or job.attempt > 1 or job.progress < LEAST_PROGRESS:
-        return None
-    return (now - started.at) * (1.0 - job.progress) / job.progress
-
-
-def times(job: Job, ahead: int, left: float | None, now: float) -> list[tuple[str, str]]:
-    """Return the elapsed and the remaining time of a job, or its place in the queue, as names and texts."""
-    if job.state in WAITING_STATES:
-        return [
-            ("Waits for a worker", "it is next" if ahead == 0 else f"{format_count(ahead, 'job')} before it")
-        ]
-    if job.started is None:
-        return []
-    ended = now if job.ended is None else job.ended
-    return [
-        ("Elapsed", format_seconds(max(0.0, ended - job.started))),
-        *([] if left is None else [("Time left", f"about {format_seconds(left)}")]),
-    ]
-
-
 def _timeline(services: Services, job: Job) -> dict[str, Any]:
     drawn = draw_timeline(timeline_of(job, services.outbox))
     return {"timeline": drawn, "phases_said": [*PHASES.items()]}
@@ -933,14 +534,3 @@ def _users(services: Services, fingerprint: str) -> list[Any]:
 
 def _machine(services: Services) -> dict[str, Any]:
     return {**look_at_machine(services), "state_dir": str(services.folder.path)}
-
-
-def _flat(entries: Any, before: str = "") -> list[tuple[str, str]]:
-    """Return a nested recipe as rows."""
-    rows: list[tuple[str, str]] = []
-    for name, value in entries.items():
-        if isinstance(value, dict) and value:
-            rows += _flat(value, f"{before}{name}.")
-        else:
-            rows.append((f"{before}{name}", text_of(value)))
-    return rows
