@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import parse_qsl, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
@@ -555,7 +555,8 @@ class Guard:
         status = refusal.status_code
         self._traffic.note(status, 0.0)
         if status == 401 and request.method == "GET" and wants_page(request):
-            response = self._login_page(request.scope["path"])
+            query = request.scope["query_string"].decode("latin-1")
+            response = self._login_page(quote(request.scope["path"]) + (f"?{query}" if query else ""))
         else:
             fact, hint = refusal.problem
             body = {"error": refusal.detail, "fact": fact, "hint": hint, "fields": []}
