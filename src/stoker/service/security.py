@@ -380,7 +380,7 @@ class Guard:
         hosts: Names and addresses by which the service may be called.
         limits: Of one request.
         headers: Sent with every answer.
-        login_page: Makes the page for a browser that has to log in first from the path that it asked for.
+        refusal_page: Makes the page of a refusal for a browser from status, fact, hint and the address.
         traffic: Counts every answer.
         audit: Keeps who has changed what.
     """
@@ -393,13 +393,13 @@ class Guard:
         hosts: Collection[str],
         limits: RequestLimits,
         headers: Sequence[tuple[str, str]],
-        login_page: Callable[[str], Response],
+        refusal_page: Callable[[int, str, str, str], Response],
         traffic: RequestTraffic,
         audit: AuditLog,
     ) -> None:
         self._app = app
         self._auth, self._limits, self._traffic, self._audit = auth, limits, traffic, audit
-        self._login_page = login_page
+        self._refusal_page = refusal_page
         self._hosts = frozenset(host.lower() for host in hosts)
         self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
 
@@ -554,11 +554,12 @@ class Guard:
         """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
         status = refusal.status_code
         self._traffic.note(status, 0.0)
-        if status == 401 and request.method == "GET" and wants_page(request):
+        fact, hint = refusal.problem
+        if wants_page(request):
             query = request.scope["query_string"].decode("latin-1")
-            response = self._login_page(quote(request.scope["path"]) + (f"?{query}" if query else ""))
+            asked = quote(request.scope["path"]) + (f"?{query}" if query else "")
+            response = self._refusal_page(status, fact, hint, asked if request.method == "GET" else "/")
         else:
-            fact, hint = refusal.problem
             body = {"error": refusal.detail, "fact": fact, "hint": hint, "fields": []}
             response = JSONResponse(body, status)
         if status == 401:

@@ -222,7 +222,7 @@ def create_app(services: Services) -> FastAPI:
         hosts=services.hosts,
         limits=services.limits,
         headers=HEADERS,
-        login_page=pages.log_in_first,
+        refusal_page=pages.refused,
         traffic=services.traffic,
         audit=services.audit,
     )
