@@ -32,6 +32,7 @@ from stoker.runtime.files import replace_atomically
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service import api, models, pages
+from stoker.service.api_page import api_page_router
 from stoker.service.executor import JobLimits, RayTarget
 from stoker.service.security import Guard, read_secret
 from stoker.service.services import Services, count_gpus, open_services
@@ -198,8 +199,11 @@ def create_app(services: Services) -> FastAPI:
         version=stoker.__version__,
         description=DESCRIPTION,
         openapi_url=f"{API}/openapi.json",
-        docs_url=None,  # its scripts come from another server
+        docs_url=None,  # its scripts come from another server; `api_page` makes a page
         redoc_url=None,
+        generate_unique_id_function=lambda route: (
+            route.name
+        ),  # programs that are made from it call these names
         lifespan=running,
     )
     app.state.services = services
@@ -213,6 +217,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api.metrics_router, dependencies=token)
     app.include_router(pages.login_router)
     app.include_router(pages.router)
+    app.include_router(api_page_router)
     app.mount("/static", pages.static_files(), name="static")
     models.install(app, page=pages.problem)
     app.add_middleware(LegacyAddresses)
