@@ -272,7 +272,10 @@ def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Runni
             opened = httpx.stream("GET", running.api("/events"), headers=headers, timeout=30)
             assert stack.enter_context(opened).status_code == 200
         answer = running.client.get(running.api("/events"))
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        seen = running.client.get(running.api("/events"), headers={"accept": "text/html"})
+        assert (seen.status_code, seen.headers["retry-after"]) == (503, "2")
+        assert "<h1>" in seen.text
     while running.services.feed.clients and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running.services.feed.clients == 0

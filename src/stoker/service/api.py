@@ -418,7 +418,10 @@ def stream_logs(job_id: Id, services: ServicesDep, after: Seen = None, last_id: 
 
 
 @live_router.get(
-    "/jobs/{job_id}/events", response_class=StreamingResponse, responses={**STREAM, **error_responses(404)}
+    "/jobs/{job_id}/events",
+    operation_id="stream_job_events",
+    response_class=StreamingResponse,
+    responses={**STREAM, **error_responses(404)},
 )
 def job_events(job_id: Id, services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow one job, without a number from now on. A `gap` names events that were pruned."""
@@ -426,7 +429,12 @@ def job_events(job_id: Id, services: ServicesDep, after: Seen = None, last_id: L
     return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), job.id))
 
 
-@live_router.get("/events", response_class=StreamingResponse, responses={**STREAM, **error_responses()})
+@live_router.get(
+    "/events",
+    operation_id="stream_events",
+    response_class=StreamingResponse,
+    responses={**STREAM, **error_responses()},
+)
 def all_events(services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow all jobs, without a number from now on."""
     return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), None))
@@ -677,7 +685,7 @@ def list_caches(services: ServicesDep) -> CacheList:
     return CacheList(caches=rows, bytes=sum(row.bytes for row in rows), age_s=found.age_s, stale=found.stale)
 
 
-@caches_router.get("/caches/{name}/{fingerprint}", responses=error_responses(404))
+@caches_router.get("/caches/{name}/{fingerprint}", operation_id="get_cache", responses=error_responses(404))
 def inspect_cache(name: Name, fingerprint: Print, services: ServicesDep) -> CacheDetail:
     """Return one cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.run.caches import inspect_cache as inspect
@@ -711,7 +719,9 @@ def verify_cache(
     return _answer(response, services.operations.start(f"verify {name}/{fingerprint}", verify, wait_s=wait_s))
 
 
-@caches_router.get("/caches/{name}/{fingerprint}/why", responses=error_responses(404))
+@caches_router.get(
+    "/caches/{name}/{fingerprint}/why", operation_id="compare_caches", responses=error_responses(404)
+)
 def why(
     name: Name,
     fingerprint: Print,
@@ -730,6 +740,7 @@ def why(
 
 @caches_router.post(
     "/caches/gc",
+    operation_id="collect_caches",
     responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(409)},
 )
 def collect(body: GcRequest, services: ServicesDep, response: Response, wait_s: Wait = 20.0) -> OperationOut:
@@ -923,7 +934,9 @@ def get_audit(
     return AuditList(rows=[AuditOut.model_validate({**asdict(row), "at": utc(row.at)}) for row in rows])
 
 
-@machine_router.post("/login-codes", status_code=201, responses=error_responses())
+@machine_router.post(
+    "/login-codes", operation_id="create_login_code", status_code=201, responses=error_responses()
+)
 def make_login_code(services: ServicesDep) -> LoginCode:
     """Return a one-time code for the pages in a browser."""
     return LoginCode(path=f"/login?code={services.auth.new_code()}", seconds=CODE_S)

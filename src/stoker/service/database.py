@@ -414,7 +414,7 @@ COUNTERS = Table(
     Column("name", String(20), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""`event`: the number of the newest event."""
+"""`event`: the number of the newest event; others: how far a reader of events has come."""
 
 META = Table(
     "meta",
@@ -844,6 +844,21 @@ class Outbox:
         """Return the number of the newest event; 0 without any."""
         with self._database.reading() as connection:
             return connection.execute(_COUNTED).scalar_one()
+
+    def begin_cursor(self, name: str) -> int:
+        """Return the stored position of a reader; a new reader begins behind the newest event."""
+        new = sa.select(sa.literal(name), _COUNTED.scalar_subquery())
+        with self._database.writing() as connection:
+            connection.execute(
+                self._database.insert(COUNTERS).from_select(["name", "value"], new.where(sa.true()))
+                .on_conflict_do_nothing(index_elements=["name"])
+            )  # fmt: skip
+            return connection.execute(sa.select(COUNTERS.c.value).where(COUNTERS.c.name == name)).scalar_one()
+
+    def move_cursor(self, name: str, number: int) -> None:
+        """Store the position of a reader: the number of the last event that it need not read again."""
+        with self._database.writing() as connection:
+            connection.execute(COUNTERS.update().where(COUNTERS.c.name == name).values(value=number))
 
     def last_of(
         self, jobs: Collection[str], kinds: Collection[str], *, limit: int, since: float = 0.0

@@ -277,13 +277,30 @@ def as_json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-def install(app: FastAPI, *, page: Callable[[Request, int, str], Response]) -> None:
-    """Make `app` answer every error in this form.
+def install(app: FastAPI, *, page: Callable[[Request, int, str, str], Response]) -> None:
+    """Make `app` answer every error in this form, and with a page where a browser opens the address.
 
     Args:
         app: The application.
-        page: Makes the page of a status and a fact, for a browser at an address that no route has.
+        page: Makes the page of a status, a fact and a hint.
     """
+
+    def answer(request: Request, status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        if not wants_page(request):
+            return JSONResponse(body, status, headers=headers)
+        response = page(request, status, body["fact"], body["hint"])
+        response.headers.update(headers)
+        return response
+
+    def of_ours(request: Request, error: Exception) -> Response:
+        status = status_of(error)
+        body = (
+            error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
+        )
+        return answer(request, status, body, {"Retry-After": "2"} if status in (503, 504) else {})
+
+    def of_fields(request: Request, error: Exception) -> Response:
+        return answer(request, 422, _wrong_request(request, error), {})
 
     def of_routing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -291,15 +308,12 @@ def install(app: FastAPI, *, page: Callable[[Request, int, str], Response]) -> N
         if "Allow" in headers:  # each method is a separate route, and the first one names only its own
             headers["Allow"] = ", ".join(_allowed(request))
         said = {404: "nothing is at this address", 405: "this address does not take that method"}
-        detail = said.get(status) or str(getattr(error, "detail", error))
-        if wants_page(request) and not request.url.path.startswith("/api/"):
-            response = page(request, status, detail)
-            response.headers.update(headers)
-            return response
-        return JSONResponse(error_body(detail), status, headers=headers)
+        return answer(
+            request, status, error_body(said.get(status) or str(getattr(error, "detail", error))), headers
+        )
 
-    app.add_exception_handler(StokerError, _of_ours)
-    app.add_exception_handler(RequestValidationError, _of_fields)
+    app.add_exception_handler(StokerError, of_ours)
+    app.add_exception_handler(RequestValidationError, of_fields)
     app.add_exception_handler(HTTPException, of_routing)
 
 
@@ -308,14 +322,8 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in STATUS if isinstance(error, kind)), 422)
 
 
-def _of_ours(_request: Request, error: Exception) -> Response:
-    status = status_of(error)
-    wait = {"Retry-After": "2"} if status in (503, 504) else None
-    body = error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
-    return JSONResponse(body, status, headers=wait)
-
-
-def _of_fields(request: Request, error: Exception) -> Response:
+def _wrong_request(request: Request, error: Exception) -> dict[str, Any]:
+    """Return the body of the answer to a request with wrong fields."""
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
         FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))
@@ -323,8 +331,7 @@ def _of_fields(request: Request, error: Exception) -> Response:
     ]
     said = format_few((f"{fault.path or 'the body'}: {fault.problem}" for fault in found), 3, "; ")
     fact = f"the request is refused: {said}"
-    body = ErrorOut(error=fact, fact=fact, hint="", fields=found[:100])
-    return JSONResponse(body.model_dump(), 422)
+    return ErrorOut(error=fact, fact=fact, hint="", fields=found[:100]).model_dump()
 
 
 def _schema_of(request: Request) -> Schema:

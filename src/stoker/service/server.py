@@ -19,6 +19,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
+from pydantic import SecretStr
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import stoker
@@ -29,10 +30,12 @@ from stoker.runtime.files import replace_atomically
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service import api, models, pages
+from stoker.service.api_page import api_page_router
 from stoker.service.executor import JobLimits, RayTarget
-from stoker.service.security import Guard
+from stoker.service.security import Guard, read_secret
 from stoker.service.services import Services, count_gpus, open_services
 from stoker.service.supervisor import WorkerPlan, WorkerSupervisor
+from stoker.service.webhooks import Webhooks, check_webhook
 from stoker.service.worker import WorkerSettings
 
 API = "/api/v1/training"
@@ -84,8 +87,11 @@ def create_app(services: Services) -> FastAPI:
         version=stoker.__version__,
         description=DESCRIPTION,
         openapi_url=f"{API}/openapi.json",
-        docs_url=None,  # its scripts come from another server
+        docs_url=None,  # its scripts come from another server; `api_page` makes a page
         redoc_url=None,
+        generate_unique_id_function=lambda route: (
+            route.name
+        ),  # programs that are made from it call these names
         lifespan=running,
     )
     app.state.services = services
@@ -99,6 +105,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api.metrics_router, dependencies=token)
     app.include_router(pages.login_router)
     app.include_router(pages.router)
+    app.include_router(api_page_router)
     app.mount("/static", pages.static_files(), name="static")
     models.install(app, page=pages.problem)
     app.add_middleware(  # the last one added is asked first
@@ -107,7 +114,7 @@ def create_app(services: Services) -> FastAPI:
         hosts=services.hosts,
         limits=services.limits,
         headers=HEADERS,
-        login_page=pages.log_in_first,
+        refusal_page=pages.refused,
         traffic=services.traffic,
         audit=services.audit,
     )
@@ -285,6 +292,10 @@ class ServeSettings:
     """Additional host names of the service."""
     public_url: str | None = None
     """URL for browsers, behind a proxy; its name is one of `hosts`. None: its own address."""
+    webhooks: tuple[str, ...] = ()
+    """URLs that are told each change of a job's state."""
+    webhook_secret_file: Path | None = None
+    """Its secret signs what they are sent; None: it is not signed."""
     ray: RayTarget | None = None
     """The Ray cluster that runs jobs; None: this machine."""
     job_memory_bytes: int | None = None
@@ -329,6 +340,7 @@ def serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
     plan = _plan(settings, environment)
+    secret = _webhook_secret(settings)
     for folder in (settings.state_dir, *settings.roots):
         disk_space(folder)
     services = open_services(
@@ -343,7 +355,8 @@ def serve(
     listening = open_socket(settings.host, settings.port)
     plan = replace(plan, settings=replace(plan.settings, access=services.access))
     supervisor = WorkerSupervisor(services.database, services.folder, plan)
-    services = replace(services, supervisor=supervisor)
+    webhooks = Webhooks(services.database, settings.webhooks, secret) if settings.webhooks else None
+    services = replace(services, supervisor=supervisor, webhooks=webhooks)
     address = address_of(listening)
     started = ServiceInfo(
         address=address,
@@ -360,6 +373,8 @@ def serve(
         tell(started)
 
     supervisor.start()
+    if webhooks is not None:
+        webhooks.start()
     try:
         run_server(make_server(services, ready), listening)
     finally:
@@ -371,7 +386,25 @@ def serve(
 def _end(supervisor: WorkerSupervisor, services: Services) -> None:
     if not supervisor.stop(limit_s=STOP_S):
         log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
+    if services.webhooks is not None:
+        services.webhooks.stop()
     services.database.close()
+
+
+def _webhook_secret(settings: ServeSettings) -> SecretStr | None:
+    """Return the secret for the webhooks of a service, whose URLs are valid.
+
+    Raises:
+        ConfigError: A URL or the file cannot be used.
+    """
+    for url in settings.webhooks:
+        check_webhook(url)
+    path = settings.webhook_secret_file
+    if path is not None and not settings.webhooks:
+        raise ConfigError(f"--webhook-secret-file {path} is given without --webhook", hint="Give both")
+    return (
+        None if path is None else read_secret(path, f"Make one: (umask 077; openssl rand -hex 32 > {path})")
+    )
 
 
 def _plan(settings: ServeSettings, environment: Mapping[str, str]) -> WorkerPlan:

@@ -34,6 +34,7 @@ from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import EventFeed
 from stoker.service.supervisor import WorkerSupervisor
+from stoker.service.webhooks import Webhooks
 
 if TYPE_CHECKING:
     from stoker.service.database import State
@@ -177,6 +178,9 @@ def as_prometheus(services: Services) -> str:
     lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
     lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)
     lines += _job_lines(services)
+    if services.webhooks is not None:
+        for name, kind, values in services.webhooks.figures():
+            lines += counts(name, kind, "webhook", values)
     lines += services.traffic.lines()
     return "\n".join(lines) + "\n"
 
@@ -349,6 +353,8 @@ class Services:
     figures: Figures
     """Figures that take long to read, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
+    webhooks: Webhooks | None = None
+    """Tell other programs what becomes of jobs; None: no URL is named."""
     supervisor: WorkerSupervisor | None = None
     """Supervises the workers; None: only requests are answered."""
     operations: Operations = field(default_factory=Operations)

@@ -16,7 +16,7 @@ from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stoker.errors import DegradedError
@@ -191,9 +191,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if self._feed.full:
-            body = {"error": f"{FULL}. {FULL_HINT}", "fact": FULL, "hint": FULL_HINT, "fields": []}
-            await JSONResponse(body, 503, {"Retry-After": "5"})(scope, receive, send)
-            return
+            raise DegradedError(FULL, hint=FULL_HINT)
 
         async def write(text: str) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
