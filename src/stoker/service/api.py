@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from io import StringIO
@@ -27,6 +27,7 @@ from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
 from stoker.service.job_config import JobConfig, settings_of
 from stoker.service.jobs import Job
+from stoker.service.listing import NEWEST, JobFilter, Sort
 from stoker.service.models import (
     DATASET,
     EVENT,
@@ -34,6 +35,7 @@ from stoker.service.models import (
     LOG_EVENT,
     PROMETHEUS,
     FileOut,
+    JobChange,
     JobDetail,
     JobFiles,
     JobList,
@@ -71,6 +73,7 @@ BINARY = {"type": "string", "format": "binary"}
 FILE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": BINARY, "example": "the bytes of the file"}}}
 }
+SEARCHED = "Text in the name, a tag, a data set or the reason of a failure, or the start of the id."
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
@@ -107,6 +110,7 @@ def create_job(body: JobRequest, services: ServicesDep, response: Response, key:
         name=body.job_name,
         epochs=config.epochs,
         dataset_ids=[str(dataset["id"]) for dataset in datasets],
+        tags=body.tags,
         key=key,
     )
     response.status_code = 201 if made else 200
@@ -117,15 +121,23 @@ def create_job(body: JobRequest, services: ServicesDep, response: Response, key:
 
 
 @jobs_router.get("/jobs", response_model=JobList, responses=error_responses())
-def list_jobs(
+def list_jobs(  # noqa: PLR0913, PLR0917 (one parameter per part of the query)
     services: ServicesDep,
-    status: Annotated[State | None, Query(description="Only jobs of this status.")] = None,
+    q: Annotated[str, Query(max_length=200, description=SEARCHED)] = "",
+    status: Annotated[Sequence[State], Query(description="Only jobs of these states.")] = (),
+    kind: Annotated[Literal["training", "generation"] | None, Query(description="Only such jobs.")] = None,
+    dataset: Annotated[str | None, Query(max_length=200, description="Id or name of a data set.")] = None,
+    tag: Annotated[Sequence[str], Query(max_length=10, description="Only jobs with all these tags.")] = (),
+    sort: Annotated[Sort, Query(description="`-`: the largest first. Jobs without a value: last.")] = NEWEST,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
-    """Return jobs, the newest first."""
-    found = services.jobs.list(status, limit=limit, offset=offset)
-    total = services.jobs.count(status)
+    """Return jobs of a search, the newest first; `status` and `tag` may be given several times."""
+    which = JobFilter(
+        text=q, states=frozenset(status), kind=kind, dataset=dataset, tags=tuple(tag), sort=sort
+    )
+    found = services.jobs.list(which, limit=limit, offset=offset)
+    total = services.jobs.count(which)
     jobs = [JobOut.of(job) for job in found]
     return as_json(JobList(jobs=jobs, total=total, limit=limit, offset=offset))
 
@@ -142,6 +154,13 @@ def get_job(job_id: Id, services: ServicesDep) -> Response:
             events_after=newest,
         )
     )
+
+
+@jobs_router.patch("/jobs/{job_id}", responses=error_responses(404))
+def change_job(job_id: Id, body: JobChange, services: ServicesDep) -> JobOut:
+    """Change the name or the tags of a job; two requests that add tags at the same time keep both."""
+    tags = {"tags": body.tags, "add_tags": body.add_tags, "remove_tags": body.remove_tags}
+    return JobOut.of(services.jobs.change(job_id, name=body.job_name, **tags))
 
 
 @jobs_router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409))

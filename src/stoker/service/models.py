@@ -30,6 +30,7 @@ from stoker.errors import (
 )
 from stoker.service.database import State
 from stoker.service.job_config import JobConfig
+from stoker.service.listing import MAX_TAGS, TAG_LENGTH, check_tags
 from stoker.service.security import check_name, wants_page
 from stoker.units import format_few
 
@@ -46,6 +47,13 @@ Epochs = Annotated[
 ]
 
 
+Tags = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=TAG_LENGTH)], ...],
+    Field(max_length=MAX_TAGS, description="Short texts without commas, to find jobs by."),
+    AfterValidator(check_tags),
+]
+
+
 class JobRequest(BaseModel):
     """A training job to make."""
 
@@ -54,11 +62,24 @@ class JobRequest(BaseModel):
         str, Field(default="training", min_length=1, max_length=200), AfterValidator(check_name)
     ]
     config: JobConfig
+    tags: Tags = ()
     description: str | None = Field(
         default=None,
         max_length=4000,
         description="Accepted from earlier clients and not stored; a header says so.",
     )
+
+
+class JobChange(BaseModel):
+    """A new name of a job, other tags, or both."""
+
+    model_config = ConfigDict(extra="forbid")
+    job_name: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(check_name)] | None = Field(
+        default=None, description="Null: the same name."
+    )
+    tags: Tags | None = Field(default=None, description="All tags of the job; null: those that it has.")
+    add_tags: Tags = Field(default=(), description="Tags to add.")
+    remove_tags: Tags = Field(default=(), description="Tags to remove; it may lack them.")
 
 
 class MoreEpochs(BaseModel):
@@ -80,6 +101,7 @@ class JobOut(BaseModel):
     completed_at: str | None
     config: dict[str, Any]
     dataset_ids: list[str]
+    tags: list[str]
     current_epoch: int
     total_epochs: int
     progress_percent: float
@@ -128,7 +150,7 @@ class JobList(BaseModel):
     """A page of jobs, the newest first."""
 
     jobs: list[JobOut]
-    total: int = Field(description="Of this status, or of all.")
+    total: int = Field(description="Of the search, or of all.")
     limit: int
     offset: int
 
@@ -222,7 +244,8 @@ _ROW: Example = {
 JOB_OUT: Example = {
     "id": JOB, "job_name": "rx-night-run", "job_type": "training", "status": "running",
     "created_at": "2026-03-01T12:00:00.123Z", "started_at": "2026-03-01T12:00:01.480Z", "completed_at": None,
-    "config": CONFIG, "dataset_ids": [DATASET], "current_epoch": 42, "total_epochs": 100,
+    "config": CONFIG, "dataset_ids": [DATASET], "tags": ["baseline"], "current_epoch": 42,
+    "total_epochs": 100,
     "progress_percent": 42.0, "progress_message": "epoch 42 of 100", "train_loss": 0.412, "val_loss": 0.437,
     "best_val_loss": 0.431, "best_epoch": 40, "learning_rate": 0.0007, "stall": 0.002, "tier": "host",
     "checkpoint_path": "last-000000546", "parent_job_id": None, "attempt": 1, "worker": "node-0-9f31c2aa",
@@ -357,7 +380,8 @@ PROMETHEUS = (
 BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
     {
         "JobConfig": [CONFIG],
-        "JobRequest": [{"job_name": "rx-night-run", "config": CONFIG}],
+        "JobRequest": [{"job_name": "rx-night-run", "config": CONFIG, "tags": ["baseline"]}],
+        "JobChange": [{"job_name": "rx-night-run-2", "add_tags": ["best"]}],
         "MoreEpochs": [{"additional_epochs": 20}],
         "GcRequest": [{"keep": 1, "older_than_s": 2592000, "dry_run": True}],
         "JobOut": [JOB_OUT],

@@ -2,7 +2,7 @@
 "use strict";
 
 const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "stall", "pausing", "paused", "resumed",
-  "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
+  "changed", "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
 const RETRY_MS = 3000;
 const POLL_MS = 1000;
 const NEWS_MS = 700;
