@@ -249,12 +249,12 @@ def test_ticked_jobs_are_compared_with_a_line_each(running: Running, page: Any) 
         queue.report(attempt, [metrics(n) for n in range(1, epochs + 1)], 1)
         found[name] = attempt, queue
     page.goto("/")
-    page.get_by_label("Compare first of two").check()
+    page.get_by_label("Select first of two").check()
     attempt, queue = found["second of two"]
     queue.report(attempt, [metrics(3)], 2)
     page.get_by_role("row", name="second of two").get_by_text("3 of 3").wait_for()
-    page.get_by_label("Compare second of two").check()
-    assert page.get_by_label("Compare first of two").is_checked(), "news of a job keep what is ticked"
+    page.get_by_label("Select second of two").check()
+    assert page.get_by_label("Select first of two").is_checked(), "news of a job keep what is ticked"
     page.get_by_role("button", name="Compare").click()
 
     name = f"Loss, validation by epoch; last: second of two {1 / 3:.4g}, first of two 0.25"
@@ -476,3 +476,133 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.screenshot(path=folder / f"{name}-{scheme}-{width}.png", full_page=True)
     finally:
         context.close()
+
+
+def test_the_list_is_searched_and_its_address_keeps_that(running: Running, page: Any) -> None:
+    jobs = running.services.jobs
+    tagged = jobs.create(CONFIG, name="searched one", epochs=3, tags=["hunt"])[0].id
+    jobs.create(CONFIG, name="searched two", epochs=3)
+    jobs.pause(tagged)
+    page.goto("/")
+    page.get_by_label("Search", exact=True).fill("searched")
+    page.wait_for_url("**/?q=searched")
+    page.get_by_text("2 jobs", exact=True).wait_for()
+    assert page.evaluate("document.activeElement.name") == "q", "typing goes on"
+    page.get_by_label("Tag", exact=True).select_option("hunt")
+    page.get_by_text("1 job", exact=True).wait_for()
+    page.get_by_role("link", name="paused").click()
+    page.get_by_role("link", name="failed").click()
+    page.reload()
+
+    assert page.get_by_label("Search", exact=True).input_value() == "searched"
+    assert page.get_by_label("Tag", exact=True).input_value() == "hunt"
+    names = page.locator(".named a")
+    assert names.all_text_contents() == ["searched one"]
+    jobs.change(tagged, name="searched no. 1")
+    page.get_by_role("link", name="searched no. 1").wait_for()
+    page.get_by_role("link", name="paused").click()
+    page.get_by_text("No jobs match").wait_for()
+    page.get_by_role("link", name="Clear filters").click()
+    page.wait_for_url("**/")
+
+
+def test_what_is_done_with_selected_jobs_is_told_with_its_refusals(running: Running, page: Any) -> None:
+    jobs = running.services.jobs
+    for job in jobs.list(State.QUEUED, limit=500):
+        jobs.cancel(job.id)
+    waits, ended, _ = (
+        jobs.create(CONFIG, name=name, epochs=3)[0].id for name in ("waits here", "ended here", "another")
+    )
+    jobs.cancel(ended)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto("/?q=here")
+    page.get_by_label("Select waits here").check()
+    page.get_by_label("Select ended here").check()
+    page.get_by_text("2 jobs selected").wait_for()
+    said = page.locator("#bulk-result")
+
+    page.get_by_role("button", name="Pause").click()
+    said.get_by_text("Paused 1 of 2 jobs.").wait_for()
+    assert "ended here: " in said.text_content()
+    assert "cannot be paused" in said.text_content()
+    assert jobs.get(waits).state is State.PAUSED
+    page.get_by_label("Tags to add").fill("both, best")
+    page.get_by_role("button", name="Tag", exact=True).click()
+    said.get_by_text("Tagged 2 of 2 jobs.").wait_for()
+    page.locator("#jobs .tag", has_text="best").nth(1).wait_for()
+    page.get_by_label("Tags to add").fill("-best")
+    page.get_by_label("Tags to add").press("Enter")
+    page.locator("#jobs .tag", has_text="best").first.wait_for(state="detached")
+    assert [jobs.get(id).tags for id in (waits, ended)] == [["both"], ["both"]]
+    assert page.get_by_label("Select waits here").is_checked()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_text("No jobs match").wait_for()
+    assert page.evaluate("document.activeElement.id") == "bulk-result"
+    done = [row.path for row in running.services.audit.read(limit=20) if row.method == "DELETE"]
+    assert {path.rpartition("/")[2] for path in done} >= {waits, ended}
+
+
+def test_a_renewed_list_keeps_its_elements_its_focus_and_its_ticks(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "kept")
+    page.goto("/")
+    page.get_by_label("Select all jobs").check()
+    link = page.get_by_role("link", name="kept", exact=True)
+    link.focus()
+    row = page.locator(f"#row-{id}").element_handle()
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.named a'))")
+
+    queue.report(attempt, [metrics(1)], 1)
+    other = running.services.jobs.create(CONFIG, name="came meanwhile", epochs=3)[0].id
+    page.get_by_role("link", name="came meanwhile").wait_for()
+    page.locator(f"#row-{id}", has_text="1 of 3").wait_for()
+
+    assert row.evaluate("(row) => row.isConnected")
+    assert page.evaluate("document.activeElement.id") == f"job-{id}"
+    assert page.evaluate("getSelection().toString()") != ""
+    assert page.locator(f"#pick-{id}").is_checked()
+    assert not page.locator(f"#pick-{other}").is_checked()
+    order = page.locator(".named a").all_text_contents()
+    assert order[:2] == ["came meanwhile", "kept"]
+    running.services.jobs.change(other, name="a later name")
+    page.get_by_role("link", name="a later name").wait_for()
+    running.services.jobs.cancel(other)
+    running.services.jobs.delete(other)
+    page.get_by_role("link", name="a later name").wait_for(state="detached")
+    assert row.evaluate("(row) => row.isConnected")
+    assert page.evaluate("document.activeElement.id") == f"job-{id}"
+
+
+def test_the_focus_stays_at_the_actions_of_a_job(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "by keyboard")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(f"/jobs/{id}")
+
+    def press(name: str, state: str) -> None:
+        page.get_by_role("button", name=name).focus()
+        page.keyboard.press("Enter")
+        page.locator("#job .state", has_text=state).wait_for()
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.activeElement.closest('#actions') !== null")
+
+    press("Pause", "pausing")
+    queue.finish(attempt, Outcome(state=State.PAUSED, exit_code=75), lines=[], position=0)
+    page.locator("#job .state", has_text="paused").wait_for()
+    press("Resume", "queued")
+    press("Cancel", "cancelled")
+
+
+def test_name_and_tags_of_a_job_are_edited_on_its_page(running: Running, page: Any) -> None:
+    id, _, _ = claimed(running, "before")
+    page.goto(f"/jobs/{id}")
+    page.get_by_text("Edit", exact=True).click()
+    page.get_by_label("Name", exact=True).fill("after")
+    page.get_by_label("Tags", exact=True).fill("one, two,")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_role("heading", name="after", exact=True).wait_for()
+
+    assert running.services.jobs.get(id).tags == ["one", "two"]
+    page.get_by_text("Edit", exact=True).click()
+    page.get_by_label("Tags", exact=True).fill("")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("No tags").wait_for()
+    assert running.services.jobs.get(id).tags == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -124,11 +125,11 @@ def test_buttons_are_those_that_the_state_allows(running: Running, browser: http
     def buttons() -> set[str]:
         return set(re.findall(r'id="do-([a-z]+)"', browser.get(f"/parts/jobs/{id}").text))
 
-    assert buttons() == {"pause", "cancel"}
+    assert buttons() == {"pause", "cancel", "clone"}
     running.services.jobs.pause(id)
-    assert buttons() == {"resume", "cancel", "delete"}
+    assert buttons() == {"resume", "cancel", "clone", "delete"}
     running.services.jobs.cancel(id)
-    assert buttons() == {"resume", "delete"}
+    assert buttons() == {"resume", "clone", "delete"}
 
 
 def test_names_are_text_and_nothing_else(running: Running, browser: httpx.Client) -> None:
@@ -562,3 +563,34 @@ def test_the_plan_of_a_form_that_is_not_complete_is_refused(running: Running, br
     answer = browser.post("/parts/plan", json={"config": {}}, headers={"origin": running.address})
 
     assert answer.status_code == 404
+
+
+def test_a_list_keeps_its_filter_in_every_link(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PER_PAGE", 2)
+    for n in range(5):
+        running.services.jobs.create(CONFIG, name=f"linked {n}", epochs=3, tags=["a & b"])
+
+    text = browser.get("/?q=linked&status=queued&status=failed&tag=a+%26+b&sort=name&number=2").text
+
+    assert re.findall(r'<a id="job-[^>]*>(.*?)</a>', text) == ["linked 2", "linked 3"]
+    links = {
+        name: html.unescape(href)
+        for name, href in re.findall(r'<a id="([a-z0-9-]+)" href="(/\?[^"]*)"', text)
+    }
+    kept = "q=linked&status=queued&status=failed&tag=a+%26+b&sort=name"
+    assert links["newer"] == f"/?{kept}"
+    assert links["older"] == f"/?{kept}&number=3"
+    assert links["only-queued"] == "/?q=linked&status=failed&tag=a+%26+b&sort=name"
+    assert (
+        links["only-paused"] == "/?q=linked&status=queued&status=paused&status=failed&tag=a+%26+b&sort=name"
+    )
+    assert links["sort-1"] == "/?q=linked&status=queued&status=failed&tag=a+%26+b&sort=-name"
+    assert 'aria-sort="ascending"' in text
+    assert f'hx-get="/parts/jobs?{html.escape(kept)}&amp;number=2"' in text
+    assert browser.get("/?q=&status=&tag=&kind=&dataset=&sort=").status_code == 200, (
+        "empty fields of the form"
+    )
+    for wrong in ("status=gone", "kind=gone", "sort=gone"):
+        assert browser.get(f"/?{wrong}").status_code == 404

@@ -37,8 +37,9 @@ from stoker.service.api import (
     list_caches,
     why,
 )
-from stoker.service.database import WAITING_STATES, State
+from stoker.service.database import WAITING_STATES
 from stoker.service.jobs import Job
+from stoker.service.listing import SORT_LABELS
 from stoker.service.models import FileOut, JobRequest, status_of
 from stoker.service.security import SESSION_S
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
@@ -50,21 +51,27 @@ from stoker.service.views import (
     actions,
     charts,
     charts_by_quantity,
+    column_heads,
     differences,
     expected_stall,
     figures,
+    filter_of,
     flat,
     form_fields,
     is_live,
     left_s,
+    list_link,
     outcomes,
+    query_of,
     run_of,
     similar_job,
     spark,
+    state_chips,
     thinned,
     tier_bar,
     tier_parts,
     times,
+    took,
 )
 from stoker.units import format_seconds
 
@@ -74,6 +81,7 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
 )
 _TEMPLATES.filters |= FILTERS
+_TEMPLATES.globals["took"] = took
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """Matches a path of this service, but nothing that a browser would take for another site."""
 
@@ -217,7 +225,6 @@ class PageRoute(APIRoute):
 
 
 router = APIRouter(include_in_schema=False, route_class=PageRoute)
-Status = Annotated[State | None, Query()]
 PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 
 
@@ -228,20 +235,20 @@ def problem(request: Request, status: int, fact: str, hint: str = "") -> Respons
 
 
 @router.get("/")
-def show_jobs(
-    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
-) -> Response:
-    """Return all jobs, the newest first."""
+def show_jobs(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
+    """Return the jobs of a filter (`views.filter_of`), the newest first."""
     events = services.outbox.newest()
-    return page(request, "jobs.html", title="Jobs", events=events, **_jobs(services, status, number))
+    return page(
+        request, "jobs.html", title="Jobs", events=events, sorts=SORT_LABELS.items(),
+        all_tags=services.jobs.tags(), datasets=services.datasets.list(limit=500),
+        **_jobs(request, services, number),
+    )  # fmt: skip
 
 
 @router.get("/parts/jobs")
-def part_jobs(
-    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
-) -> Response:
+def part_jobs(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
     """Return the table of `show_jobs`."""
-    return page(request, "parts/jobs.html", **_jobs(services, status, number))
+    return page(request, "parts/jobs.html", **_jobs(request, services, number))
 
 
 @router.get("/jobs/new")
@@ -472,13 +479,18 @@ def part_machine(request: Request, services: ServicesDep) -> Response:
     return page(request, "parts/machine.html", machine=_machine(services))
 
 
-def _jobs(services: Services, status: State | None, number: int) -> dict[str, Any]:
-    found = services.jobs.list(status, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
+def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
+    which = filter_of(request.query_params.multi_items())
+    found = services.jobs.list(which, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
     lines = {job.id: spark(_recent(services, job.id, job.epoch)) for job in found}
-    total = services.jobs.count(status)
+    total, counts = services.jobs.count(which), services.jobs.counts()
+    tags = {tag: list_link(which, tags=(*which.tags, tag)) for job in found for tag in job.tags}
     return {
-        "jobs": found, "lines": lines, "only": status, "states": list(State), "number": number,
-        "total": total, "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
+        "jobs": found, "lines": lines, "which": which, "chips": state_chips(which, counts),
+        "heads": column_heads(which), "tag_links": tags, "every_state": list_link(which, states=frozenset()),
+        "newer": list_link(which, number - 1), "older": list_link(which, number + 1),
+        "query": query_of(which, number), "number": number, "total": total, "every_job": sum(counts.values()),
+        "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlencode
 
+from stoker.errors import NotFoundError
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
-from stoker.service.jobs import Job
+from stoker.service.jobs import KINDS, Job
+from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
 from stoker.service.services import Services
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.service.listing import Sort
 
 PACE_EPOCHS = 6
 """Last epochs that tell how long the others take."""
@@ -36,6 +42,14 @@ CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
 )
 """Title, unit, and lines: name in a row of metrics, label and factor."""
+BRIEF_STATES = frozenset({State.PENDING, State.PAUSING, State.CANCELLING})
+"""States of a moment."""
+COLUMNS: tuple[tuple[str, str | None, bool], ...] = (
+    ("Job", "name", False), ("State", "state", False), ("Progress", None, False), ("Loss", None, True),
+    ("Best", "loss", True), ("Trend", None, False), ("Stall", None, True), ("Tier", None, False),
+    ("Duration", "-duration", True), ("Created", "-created", True),
+)  # fmt: skip
+"""Columns of the list of jobs: label, order of its first click, and whether it has numbers."""
 TIERS = ("device", "host", "disk", "encode")
 FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
 """Fields of the form that are visible at first."""
@@ -73,6 +87,105 @@ class FormField:
 def actions(job: Job) -> list[tuple[str, str]]:
     """Return the actions that a job allows now: the end of the address and the label of the button."""
     return [(name, words) for name, words, states in ACTIONS if job.state in states]
+
+
+FILTER_NAMES = frozenset({"q", "status", "kind", "dataset", "tag", "sort"})
+"""Parts of the address of a list of jobs, the same as of `GET /jobs`."""
+
+
+def filter_of(pairs: Sequence[tuple[str, str]]) -> JobFilter:
+    """Return the filter in an address; a part without a value, as an empty field of a form, is left out.
+
+    Raises:
+        NotFoundError: A value is not one of those that exist.
+    """
+    given = {name: [value for key, value in pairs if key == name and value] for name in FILTER_NAMES}
+    last = {name: values[-1] for name, values in given.items() if values}
+    kind, sort = last.get("kind"), last.get("sort", NEWEST)
+    known = kind in (None, *KINDS) and sort in SORTS and all(state in [*State] for state in given["status"])
+    if not known:
+        raise NotFoundError("nothing is at this address", hint="See the list of jobs")
+    return JobFilter(
+        text=last.get("q", "")[:200], states=frozenset(map(State, given["status"])), kind=kind,
+        dataset=last.get("dataset"), tags=tuple(dict.fromkeys(given["tag"]))[:MAX_TAGS],
+        sort=cast("Sort", sort),
+    )  # fmt: skip
+
+
+def query_of(which: JobFilter, number: int = 1) -> str:
+    """Return a filter and the number of a page as the query of an address; empty for all jobs.
+
+    >>> query_of(JobFilter(text="a b", states=frozenset({State.QUEUED}), sort="loss"), 2)
+    'q=a+b&status=queued&sort=loss&number=2'
+    """
+    states = [state.value for state in State if state in which.states]
+    single = {"q": which.text, "kind": which.kind, "dataset": which.dataset}
+    sort = None if which.sort == NEWEST else which.sort
+    parts = {**single, "sort": sort, "number": number if number > 1 else None}
+    pairs = {"q": parts.pop("q"), "status": states, "tag": [*which.tags], **parts}
+    return urlencode({name: value for name, value in pairs.items() if value}, doseq=True)
+
+
+def list_link(which: JobFilter, number: int = 1, **changes: Any) -> str:
+    """Return the address of the list of a filter with changes."""
+    query = query_of(replace(which, **changes), number)
+    return f"/?{query}" if query else "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChip:
+    """A state in the filter of the list; its link adds it, or takes it away."""
+
+    name: str
+    count: int
+    is_on: bool
+    href: str
+
+
+def state_chips(which: JobFilter, counts: Mapping[State, int]) -> list[StateChip]:
+    """Return the states to filter by; those of a moment only while a job is in them."""
+    shown = [one for one in State if counts[one] or one in which.states or one not in BRIEF_STATES]
+    return [
+        StateChip(
+            name=one.value, count=counts[one], is_on=one in which.states,
+            href=list_link(which, states=which.states ^ {one}),
+        )
+        for one in shown
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnHead:
+    """The head of a column of the list."""
+
+    label: str
+    is_number: bool
+    href: str | None
+    """Sorts by this column; None: it cannot be sorted by."""
+    direction: str | None
+    """`ascending` or `descending` if the list is sorted by it."""
+
+
+def column_heads(which: JobFilter) -> list[ColumnHead]:
+    """Return the heads of the list: a link sorts by its column, a second click the other way."""
+    return [_head(which, *column) for column in COLUMNS]
+
+
+def _head(which: JobFilter, label: str, sort: str | None, is_number: bool) -> ColumnHead:
+    if sort is None:
+        return ColumnHead(label=label, is_number=is_number, href=None, direction=None)
+    name = sort.removeprefix("-")
+    direction = {name: "ascending", f"-{name}": "descending"}.get(which.sort)
+    if direction:
+        sort = name if which.sort.startswith("-") else f"-{name}"
+    return ColumnHead(label=label, is_number=is_number, href=list_link(which, sort=sort), direction=direction)
+
+
+def took(job: Job, now: float) -> str:
+    """Return the time from the start of a job to its end, or to now while it runs."""
+    if job.started is None or (job.ended is None and job.state not in HELD_STATES):
+        return "–"
+    return format_seconds(max(0.0, (job.ended or now) - job.started))
 
 
 def tone(state: State) -> str:
@@ -373,8 +486,21 @@ def ago(seconds: float) -> str:
     return f"{format_seconds(round(seconds))} ago"
 
 
+def roughly_ago(seconds: float) -> str:
+    """Return a time span as text in its largest unit.
+
+    >>> roughly_ago(7), roughly_ago(75), roughly_ago(7300), roughly_ago(200_000)
+    ('7 s ago', '1 min ago', '2 h ago', '2 days ago')
+    """
+    for size, unit in ((3600, "h"), (60, "min")):
+        if size <= seconds < 2 * 86400:
+            return f"{seconds // size:.0f} {unit} ago"
+    return ago(seconds)
+
+
 FILTERS = {
     "ago": ago,
+    "roughly_ago": roughly_ago,
     "utc": utc,
     "bytes": format_bytes,
     "count": format_count,
