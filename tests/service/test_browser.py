@@ -88,40 +88,79 @@ def two_caches(running: Running) -> tuple[str, str]:
     return cached_rows(folder, "rows", 1), cached_rows(folder, "rows", 2)
 
 
-def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Running, page: Any) -> None:
+def test_a_job_is_submitted_and_a_wrong_field_is_named_below_it(running: Running, page: Any) -> None:
     page.goto("/")
     page.get_by_role("link", name="New job").click()
-    page.get_by_label("name", exact=True).fill("from the form")
+    page.get_by_label("Name", exact=True).fill("from the form")
+    page.get_by_label("Tags", exact=True).fill("one, two")
     page.get_by_text("More settings", exact=True).click()
-    page.get_by_label("validation split").fill("0")
+    page.get_by_label("Validation split").fill("0")
+    page.get_by_text("More settings", exact=True).click()
     page.get_by_role("button", name="Submit").click()
-    page.locator("#toast", has_text="early_stop_patience").wait_for()
+    fault = page.locator("[data-path='config.early_stop_patience'] .fault")
+    fault.get_by_text("validation_split").wait_for()
+    patience = page.get_by_label("Early stopping patience")
+    assert patience.is_visible(), "its part of the form was folded"
+    assert page.evaluate("document.activeElement.id") == "early_stop_patience"
+    assert patience.get_attribute("aria-invalid") == "true"
+    assert fault.get_attribute("id") in patience.get_attribute("aria-describedby").split()
+    assert not page.locator("#toast").is_visible()
 
-    page.get_by_label("validation split").fill("0.2")
-    page.get_by_label("epochs", exact=True).fill("7")
+    patience.fill("0")
+    assert not fault.is_visible()
+    assert patience.get_attribute("aria-invalid") is None
+    page.get_by_label("Epochs", exact=True).fill("7")
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="from the form").wait_for()
 
     job = running.services.jobs.list()[0]
     assert (job.name, job.epochs, job.config["dataset_ids"]) == ("from the form", 7, CONFIG["dataset_ids"])
+    assert job.tags == ["one", "two"]
+    page.get_by_role("link", name="Clone").click()
+    assert page.get_by_label("Early stopping patience").input_value() == "0"
+    page.get_by_label("Epochs", exact=True).fill("9")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("epoch 0 of 9").wait_for()
+    clone = running.services.jobs.list()[0]
+    assert clone.config == {**job.config, "epochs": 9}
+    assert (clone.name, clone.tags) == (job.name, job.tags)
 
 
 def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, page: Any) -> None:
-    note(running.services, "00000000-0000-4000-8000-00000000000f", "flow", "hdf5", {"path": "flow.hdf5"})
+    flow, cells = (f"00000000-0000-4000-8000-00000000000{digit}" for digit in "fe")
+    note(running.services, flow, "flow", "hdf5", {"path": "flow.hdf5"})
+    note(running.services, cells, "cells", "images", {"path": str(running.services.folder.data / "cells")})
     page.goto("/jobs/new")
     page.get_by_text("More settings", exact=True).click()
-    sets = page.locator("#dataset_ids")
+    sets = page.get_by_label("Data set", exact=True)
     sets.select_option(CONFIG["dataset_ids"][0])
-    page.get_by_label("max gdop").fill("4")
-    assert not page.get_by_label("settings", exact=True).is_visible()
+    page.get_by_label("Maximum GDOP").fill("4")
+    more = page.get_by_text("Settings of the data and the network")
+    assert not more.is_visible()
 
-    sets.select_option("00000000-0000-4000-8000-00000000000f")
-    assert page.get_by_label("settings", exact=True).is_visible()
-    assert not page.get_by_label("max gdop").is_visible()
-    assert "max_gdop" not in page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    sets.select_option(label="flow (simulations, 4,030 samples)")
+    more.click()
+    assert page.get_by_label("model.width").is_visible()
+    assert not page.get_by_label("Dropout").is_visible()
+    assert not page.get_by_label("Maximum GDOP").is_visible()
+    assert not page.get_by_label("data.images.size").is_visible()
+    page.get_by_label("model.width").fill("32")
+    page.get_by_label("latent.dim").fill("8")
+    body = page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    assert "max_gdop" not in body
+    assert body["settings"] == {"model.width": 32, "latent.dim": 8}
+
+    sets.select_option(cells)
+    assert not page.get_by_label("model.width").is_visible()
+    page.get_by_label("data.images.size").fill("512")
+    page.get_by_role("button", name="Submit").click()
+    page.locator("[data-path='config.settings.data.images.size'] .fault", has_text="1024").wait_for()
+    assert page.evaluate("document.activeElement.id") == "settings-data-images-size"
 
     sets.select_option(CONFIG["dataset_ids"][0])
-    assert page.evaluate("bodyOf(document.querySelector('.new'), null).config.max_gdop") == 4
+    body = page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    assert body["max_gdop"] == 4
+    assert "settings" not in body
 
 
 @pytest.mark.parametrize("width", [1280, 390])

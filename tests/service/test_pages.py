@@ -327,6 +327,31 @@ def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser
     assert "n_mels" not in text
     assert 'data-path="config.max_gdop" data-kinds="radio"' in text
     assert 'data-path="config.epochs">' in text
+    assert 'data-path="config.settings.data.limit" data-kinds="hdf5 images"' in text
+    assert "encoder.target" not in text, "no encoder is allowed"
+
+
+def test_the_form_of_a_clone_has_the_settings_of_its_job(running: Running, browser: httpx.Client) -> None:
+    jobs = running.services.jobs
+    config = {**CONFIG, "batch_size": 77, "lr_scheduler": "constant", "preload_to_gpu": False}
+    config["settings"] = {"data.images.size": [32, 48], "data.images.fit": "letterbox"}
+    made_of = {"name": HOSTILE, "epochs": 9, "tags": ["b", "a"]}
+    job = jobs.create(config, dataset_ids=["00000000-0000-4000-8000-0000000000aa"], **made_of)[0]
+
+    text = browser.get(f"/jobs/new?clone={job.id}").text
+
+    assert HOSTILE not in text
+    for name, value in (("batch_size", "77"), ("epochs", "9")):
+        assert re.search(rf'name="config.{name}"[^>]* value="{value}"', text), name
+    assert "<option selected>constant</option>" in text
+    assert re.search(r'name="config.preload_to_gpu"(?![^>]* checked)', text)
+    assert 'data-setting="data.images.size" value="[32, 48]"' in text
+    assert 'data-setting="data.images.fit" value="letterbox"' in text
+    assert 'value="a, b"' in text
+    assert "was removed from the list" in text
+    making = jobs.create({}, name="make", epochs=1, kind="generation")[0].id
+    assert browser.get(f"/jobs/new?clone={making}").status_code == 422
+    assert browser.get("/jobs/new?clone=none").status_code == 404
 
 
 def test_vendored_scripts_come_with_their_licences() -> None:

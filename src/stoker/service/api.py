@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
-from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
+from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, Problem
 from stoker.schema import Json, digest_json
 from stoker.service import stream
 from stoker.service.background import Operation, Operations
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
-from stoker.service.job_config import JobConfig, settings_of
+from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job
 from stoker.service.listing import NEWEST, JobFilter, Sort
 from stoker.service.models import (
@@ -385,12 +385,14 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
     try:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
-        raise ConfigError(
-            f"config.dataset_ids: {error.problem.fact}",
-            hint=f"{error.problem.hint}; POST to the same address registers one, as "
-            '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}',
-        ) from None
-    services.access.check_settings(config.settings)
+        hint = f"{error.problem.hint}; POST to the same address registers one, as "
+        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
+        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
+    try:
+        services.access.check_settings(config.settings)
+    except ConfigError as error:
+        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
     folder = services.folder

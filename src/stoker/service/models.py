@@ -29,7 +29,7 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.service.database import State
-from stoker.service.job_config import JobConfig
+from stoker.service.job_config import JobConfig, JobFieldError
 from stoker.service.listing import MAX_TAGS, TAG_LENGTH, check_tags
 from stoker.service.security import check_name, wants_page
 from stoker.units import format_few
@@ -505,6 +505,10 @@ def _of_ours(_request: Request, error: Exception) -> Response:
     status = status_of(error)
     wait = {"Retry-After": "2"} if status in (503, 504) else None
     body = error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
+    if isinstance(error, JobFieldError):
+        body["fields"] = [
+            {"path": f"config.{name}", "problem": str(problem)} for name, problem in error.fields
+        ]
     return JSONResponse(body, status, headers=wait)
 
 

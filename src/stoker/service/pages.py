@@ -52,6 +52,7 @@ from stoker.service.views import (
     charts,
     charts_by_quantity,
     column_heads,
+    dataset_label,
     differences,
     expected_stall,
     figures,
@@ -64,6 +65,7 @@ from stoker.service.views import (
     outcomes,
     query_of,
     run_of,
+    settings_fields,
     similar_job,
     spark,
     state_chips,
@@ -252,13 +254,24 @@ def part_jobs(request: Request, services: ServicesDep, number: PageNumber = 1) -
 
 
 @router.get("/jobs/new")
-def show_form(request: Request, services: ServicesDep, dataset: str | None = None) -> Response:
-    """Return the form to submit a job."""
-    first, more = form_fields()
+def show_form(
+    request: Request, services: ServicesDep, dataset: str | None = None, clone: str | None = None
+) -> Response:
+    """Return the form to submit a job; with `clone` it has the settings of that job."""
+    origin = None if clone is None else services.jobs.get(clone)
+    if origin is not None and origin.kind != "training":
+        raise ConfigError(
+            f"{origin.name} generates a data set and cannot be cloned", hint="Generate another data set"
+        )
+    values = dict[str, Any](origin.config if origin else {})
     known = services.datasets.list(limit=500)
-    chosen = dataset or (known[0].id if known else None)
+    chosen = origin.dataset_ids if origin else [dataset or (known[0].id if known else "")]
+    first, more = form_fields({**values, "epochs": origin.epochs} if origin else {})
+    settings = settings_fields(values.get("settings") or {}, encoders=bool(services.access.encoders))
     return page(
-        request, "new.html", title="New job", first=first, more=more, datasets=known, chosen=chosen
+        request, "new.html", title="New job", first=first, more=more, settings=settings, origin=origin,
+        datasets=[(one, dataset_label(one)) for one in known], chosen=[*chosen],
+        is_gone=bool(origin) and not {one.id for one in known} >= {*chosen},
     )  # fmt: skip
 
 

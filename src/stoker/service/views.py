@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
+from stoker.config.names import all_settings
 from stoker.errors import NotFoundError
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
+from stoker.service.datasets import Dataset
+from stoker.service.job_config import (
+    IMAGE_SIZE,
+    MAX_IMAGE_SIDE,
+    SETTINGS,
+    UNUSED_FIELDS,
+    WITHOUT_EFFECT,
+    JobConfig,
+)
 from stoker.service.jobs import KINDS, Job
 from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
@@ -51,6 +61,16 @@ COLUMNS: tuple[tuple[str, str | None, bool], ...] = (
 )  # fmt: skip
 """Columns of the list of jobs: label, order of its first click, and whether it has numbers."""
 TIERS = ("device", "host", "disk", "encode")
+KIND_LABELS: Mapping[str, str] = MappingProxyType(
+    {"radio": "radio rows", "hdf5": "simulations", "images": "images"}
+)
+IMAGE_TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "data.images.size": f"[height, width] of images, each a whole number from 1 to {MAX_IMAGE_SIDE}.",
+        "data.images.fit": "How an image is brought to that size: stretch or letterbox.",
+    }
+)
+"""Meaning of settings that take less in a job than in docs/reference/config.md."""
 FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
 """Fields of the form that are visible at first."""
 
@@ -72,14 +92,17 @@ class FormField:
     """One setting of a new job."""
 
     name: str
+    """As in `JobConfig`; a member of `settings` as `settings.model.width`."""
+    label: str
     about: str
     kind: str
-    """`number`, `integer`, `boolean`, `choice`, `text`, `list` or `object`."""
+    """`number`, `integer`, `boolean`, `choice`, `text`, `list`, or `setting`: JSON or else text."""
     value: Any
+    default: str = ""
+    """Of a member of `settings`: shown while the field is empty."""
     choices: tuple[str, ...] = ()
     lowest: float | None = None
     highest: float | None = None
-    needed: bool = False
     kinds: tuple[str, ...] = ()
     """Kinds of data sets that it applies to; empty: all."""
 
@@ -407,34 +430,108 @@ def _figure(value: Any) -> str:
     return format_count(value) if isinstance(value, int) else number(value)
 
 
-def form_fields() -> tuple[list[FormField], list[FormField]]:
-    """Return the settings of a new job that have an effect: the visible ones, and the others."""
+LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        "dataset_ids": "Data set",
+        "epochs": "Epochs",
+        "batch_size": "Batch size",
+        "learning_rate": "Learning rate",
+        "preload_to_gpu": "Keep data on the GPU",
+        "num_workers": "Workers",
+        "validation_split": "Validation split",
+        "weight_decay": "Weight decay",
+        "dropout_rate": "Dropout",
+        "lr_scheduler": "Learning rate schedule",
+        "warmup_epochs": "Warmup epochs",
+        "early_stop_patience": "Early stopping patience",
+        "early_stop_delta": "Early stopping minimum delta",
+        "max_grad_norm": "Gradient clipping",
+        "accelerator": "Device",
+        "min_snr_db": "Minimum SNR (dB)",
+        "max_gdop": "Maximum GDOP",
+        "max_receivers": "Maximum receivers",
+        "seed": "Seed",
+    }
+)
+"""Labels of the fields of `JobConfig` in the form of a new job."""
+NOT_OFFERED = frozenset({"model_architecture", "settings"})
+"""Fields of `JobConfig` that the form lacks: the data decides on one, the other has a field per name."""
+
+
+def form_fields(values: Mapping[str, Any]) -> tuple[list[FormField], list[FormField]]:
+    """Return the settings of a new job that have an effect: the visible ones, and the others.
+
+    Args:
+        values: Settings to begin with, as those of another job; the rest has its default values.
+    """
     schema = JobConfig.model_json_schema()
     found = {
-        name: _form_field(name, spec, name in schema.get("required", ()))
+        name: _form_field(name, spec, values.get(name, spec.get("default")))
         for name, spec in schema["properties"].items()
-        if name not in WITHOUT_EFFECT
+        if name not in WITHOUT_EFFECT and name not in NOT_OFFERED
     }
     first = [found.pop(name) for name in FIRST_FIELDS]
     return first, list(found.values())
 
 
-def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
+def _form_field(name: str, spec: Mapping[str, Any], value: Any) -> FormField:
     kinds = [one for one in spec.get("anyOf", [spec]) if one.get("type") != "null"]
     chosen = kinds[0]
     kind = str(chosen.get("type", "text"))
     choices = tuple(str(one) for one in chosen.get("enum", ()))
     return FormField(
         name=name,
+        label=LABELS[name],
         about=str(spec.get("description", "")),
         kind="choice" if choices else {"array": "list", "string": "text"}.get(kind, kind),
-        value=spec.get("default"),
+        value=value,
         choices=choices,
         lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
         highest=chosen.get("maximum"),
-        needed=needed,
         kinds=kinds_of(name),
     )
+
+
+def settings_fields(values: Mapping[str, Any], *, encoders: bool) -> list[FormField]:
+    """Return the members of `settings` for each kind of data; an empty field keeps the default.
+
+    Args:
+        values: Settings to begin with.
+        encoders: True if the operator allowed encoders.
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, names in SETTINGS.items():
+        for name in names:
+            if encoders or name not in ("encoder.target", "encoder.arguments"):
+                kinds.setdefault(name, []).append(kind)
+    return [_settings_field(name, tuple(of), values) for name, of in kinds.items()]
+
+
+def _settings_field(name: str, kinds: tuple[str, ...], values: Mapping[str, Any]) -> FormField:
+    setting = all_settings()[name]
+    default = [*IMAGE_SIZE] if name == "data.images.size" else setting.default
+    about = IMAGE_TEXTS.get(name, f"{setting.text} Expected {setting.expects}.")
+    return FormField(
+        name=f"settings.{name}",
+        label=name,
+        about=about.replace("`", ""),
+        kind="setting",
+        value=_as_typed(values[name]) if name in values else "",
+        default=_as_typed(default),
+        kinds=kinds,
+    )
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def dataset_label(dataset: Dataset) -> str:
+    """Return a data set as a choice: its name, kind and size."""
+    samples = dataset.facts.get("samples")
+    size = format_count(samples, "sample") if isinstance(samples, int) else "size unknown"
+    state = ", being generated" if dataset.health == "making" else ""
+    return f"{dataset.name} ({KIND_LABELS[dataset.kind]}, {size}{state})"
 
 
 def kinds_of(field: str) -> tuple[str, ...]:

@@ -411,8 +411,15 @@ function valueOf(field) {
   if (kind === "number" || kind === "integer") return Number(text) * Number(field.dataset.factor || 1);
   if (kind === "boolean") return text === "true";
   if (kind === "list") return text.split(/[\s,]+/);
-  if (kind === "object") return JSON.parse(text);
-  return text;
+  return field.dataset.setting ? jsonOrText(text) : text;
+}
+
+function jsonOrText(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
 }
 
 function bodyOf(form, pressed) {
@@ -421,11 +428,11 @@ function bodyOf(form, pressed) {
   for (const field of fields) {
     const value = field.disabled ? undefined : valueOf(field);
     if (value === undefined) continue;
-    const path = field.name.split(".");
+    const path = field.dataset.setting ? ["config", "settings", field.dataset.setting] : field.name.split(".");
     const last = path.pop();
     let at = body;
     for (const name of path) at = at[name] ||= {};
-    at[last] = value;
+    at[last] = Array.isArray(at[last]) ? [...new Set([...at[last], ...value])] : value;
   }
   return body;
 }
@@ -440,25 +447,41 @@ async function ask(address, method, body, headers = {}) {
   return {status: response.status, ok: response.ok, answer, address: response.url};
 }
 
+// What is wrong with a field stands below it, belongs to it for screen readers, and goes when the field changes.
+function showFault(field, problem) {
+  const [input, place] = [field.querySelector("input, select"), field.querySelector(".fault")];
+  place.id ||= `fault-${input.id}`;
+  place.textContent = problem;
+  place.hidden = !problem;
+  const others = (input.getAttribute("aria-describedby") || "").split(" ").filter((id) => id && id !== place.id);
+  input.setAttribute("aria-describedby", [...others, ...(problem ? [place.id] : [])].join(" "));
+  if (problem) input.setAttribute("aria-invalid", "true");
+  else input.removeAttribute("aria-invalid");
+}
+
 function showFaults(form, fields) {
-  for (const fault of form.querySelectorAll(".fault")) fault.hidden = true;
+  const places = [...form.querySelectorAll("[data-path]")].filter((one) => !one.closest("[hidden]"));
+  for (const field of places) showFault(field, "");
   let left = 0;
   for (const {path, problem} of fields) {
-    const field = [...form.querySelectorAll("[data-path]")].find((one) => path.startsWith(one.dataset.path));
+    const field = places.find(({dataset}) => path === dataset.path || path.startsWith(`${dataset.path}.`));
     if (!field) {
       left += 1;
       continue;
     }
-    const place = field.querySelector(".fault");
-    place.textContent = problem;
-    place.hidden = false;
+    showFault(field, problem);
     const details = field.closest("details");
     if (details) details.open = true;
   }
-  const first = form.querySelector(".fault:not([hidden])");
-  if (first) first.closest("[data-path]").querySelector("input, select").focus();
+  const first = form.querySelector("[aria-invalid]");
+  if (first) first.focus();
   return left === 0 && fields.length > 0;
 }
+
+document.addEventListener("input", (event) => {
+  const field = event.target.closest("[data-path]");
+  if (field && event.target.hasAttribute("aria-invalid")) showFault(field, "");
+});
 
 // Fact and hint of a request that was refused, a line each.
 function why(answer) {
@@ -537,13 +560,7 @@ document.addEventListener("submit", async (event) => {
   const pressed = event.submitter;
   if (pressed && pressed.dataset.confirm && !confirm(pressed.dataset.confirm)) return;
   say("");
-  let body;
-  try {
-    body = bodyOf(form, pressed);
-  } catch (error) {
-    say(`a field is not JSON: ${error.message}`);
-    return;
-  }
+  const body = bodyOf(form, pressed);
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
   form.setAttribute("aria-busy", "true"); // not `disabled`, which takes the focus
   try {
@@ -570,7 +587,7 @@ function fit() {
   const kinds = [...sets.selectedOptions].map((option) => option.dataset.of);
   for (const field of document.querySelectorAll("[data-kinds]")) {
     field.hidden = kinds.length > 0 && !kinds.some((kind) => field.dataset.kinds.split(" ").includes(kind));
-    field.querySelector("input, select").disabled = field.hidden;
+    if (field.matches(".field")) field.querySelector("input, select").disabled = field.hidden;
   }
 }
 
