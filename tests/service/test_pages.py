@@ -619,3 +619,21 @@ def test_a_list_keeps_its_filter_in_every_link(
     )
     for wrong in ("status=gone", "kind=gone", "sort=gone"):
         assert browser.get(f"/?{wrong}").status_code == 404
+
+
+def test_a_job_that_waits_for_data_names_the_data_set_and_the_job_that_generates_it(
+    running: Running, browser: httpx.Client
+) -> None:
+    body = {"kind": "radio", "name": f"slow {HOSTILE}", "rows": 20}
+    made = running.client.post(running.api("/datasets/generate"), json=body).json()
+    job = running.services.jobs.create(CONFIG, name="waits", epochs=3, dataset_ids=[made["dataset"]["id"]])[
+        0
+    ].id
+
+    for path in ("/parts/jobs?q=waits", f"/parts/jobs/{job}", f"/jobs/{job}"):
+        text = browser.get(path).text
+        for link in (f"/datasets/{made['dataset']['id']}", f"/jobs/{made['job']['id']}"):
+            assert f'href="{link}"' in text, path
+        assert HOSTILE not in text
+    running.services.jobs.cancel(made["job"]["id"])
+    assert made["job"]["id"] not in browser.get(f"/parts/jobs/{job}").text

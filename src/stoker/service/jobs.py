@@ -615,7 +615,7 @@ class JobAttempt:
     job: Job
     """As it was when the worker took it."""
     number: int
-    """Increases with each attempt at the job."""
+    """Increases with each attempt at the job that began."""
     position: int
     """Bytes of the job's `events.jsonl` that are already in the database."""
 
@@ -742,7 +742,9 @@ class JobQueue:
             self._store(connection, attempt.job.id, lines, then=(outcome.state.value, told))
         return job_of(row)
 
-    def give_back(self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
+    def give_back(
+        self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0, began: bool = True
+    ) -> Job:
         """Give back a job that continues later, or carry out a pending request; return the job.
 
         Args:
@@ -750,12 +752,13 @@ class JobQueue:
             why: For the events.
             lost: Whether the attempt failed; after `AttemptPolicy.max_losses` in a row the job fails.
             wait_s: Seconds before another worker may take it.
+            began: False if no process was started; then it does not count as an attempt.
 
         Raises:
             LostAttemptError: Another attempt began, or the job has ended.
         """
         with self._database.writing() as connection:
-            row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s)
+            row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s, began=began)
             if row is None:
                 raise _lost(attempt)
         return job_of(row)
@@ -806,6 +809,7 @@ class JobQueue:
         *,
         lost: bool,
         wait_s: float = 0.0,
+        began: bool = True,
     ) -> sa.RowMapping | None:
         """End an attempt without a result; the same UPDATE decides on the next state."""
         database, retry = self._database, self.retry
@@ -827,6 +831,8 @@ class JobQueue:
             .values(
                 state=to,
                 losses=losses,
+                attempt=JOBS.c.attempt - int(not began),
+                started=JOBS.c.started if began else sa.case((JOBS.c.attempt > 1, JOBS.c.started)),
                 not_before=database.wall + wait,
                 message=why,
                 error=sa.case((spent, error), else_=JOBS.c.error),

@@ -499,7 +499,8 @@ def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
     total, counts = services.jobs.count(which), services.jobs.counts()
     tags = {tag: list_link(which, tags=(*which.tags, tag)) for job in found for tag in job.tags}
     return {
-        "jobs": found, "lines": lines, "which": which, "chips": state_chips(which, counts),
+        "jobs": found, "waits": services.datasets.generated_for(found), "lines": lines, "which": which,
+        "chips": state_chips(which, counts),
         "heads": column_heads(which), "tag_links": tags, "every_state": list_link(which, states=frozenset()),
         "newer": list_link(which, number - 1), "older": list_link(which, number + 1),
         "query": query_of(which, number), "number": number, "total": total, "every_job": sum(counts.values()),
@@ -528,8 +529,9 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     now = time.time()
     rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
     ahead = services.jobs.waiting_before(job.id) if job.state in WAITING_STATES else 0
+    waits = services.datasets.generated_for([job]).get(job.id, [])
     return {
-        "times": times(job, ahead, left_s(job, rows, started, now), now),
+        "times": [] if waits else times(job, ahead, left_s(job, rows, started, now), now), "waits": waits,
         "job": job, "actions": actions(job), "live": is_live(job), "now": now,
         "tiers": tier_bar(started), "told": told, "newest": rows[-1] if rows else {},
     }  # fmt: skip
