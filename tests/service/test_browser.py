@@ -395,22 +395,22 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
     rows.get_by_label("name").fill("rows")
     rows.get_by_label("database", exact=True).fill("postgresql:///lab")
     rows.get_by_label("dataset_id").fill("no")
-    rows.get_by_role("button", name="Take up").click()
+    rows.get_by_role("button", name="Register").click()
     rows.locator("[data-path=set] .fault", has_text="UUID").wait_for()
 
     form = page.locator("form", has_text="Files")
     form.get_by_label("name").fill("sims")
     form.get_by_label("file or folder").fill("../sims.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     page.locator("#toast", has_text="..").wait_for()
 
     form.get_by_label("file or folder").fill("sims.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     page.get_by_role("heading", name="sims").wait_for()
     page.get_by_role("region", name="Samples").get_by_text("sims:7").wait_for()
-    page.get_by_role("button", name="Check it").click()
+    page.get_by_role("button", name="Check", exact=True).click()
     page.get_by_text("the samples that were read are complete and finite").wait_for()
-    page.get_by_role("link", name="Train on it").click()
+    page.get_by_role("link", name="Train", exact=True).click()
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="training").wait_for()
 
@@ -425,7 +425,7 @@ def test_a_form_that_is_sent_before_its_script_is_there_waits_for_it(running: Ru
     form = page.locator("form", has_text="Files")
     form.get_by_label("name").fill("early")
     form.get_by_label("file or folder").fill("../early.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     assert page.url.endswith("/datasets")
     held[0].continue_()
 
@@ -508,6 +508,12 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
             page.wait_for_load_state("domcontentloaded")
             if name in ("job", "compare"):
                 page.get_by_role("img", name="Loss").first.wait_for()
+            if name == "jobs":
+                page.locator("[name=ids]").first.check()
+            for folded in (
+                page.locator("details:not([open]):visible > summary").all() if name == "new" else ()
+            ):
+                folded.click()
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

@@ -535,8 +535,8 @@ function cleaned(result) {
   const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
   const text = result.removed.length
     ? [result.dry_run ? `This would remove ${freed}; ${left}` : `Removed ${freed}; ${left}`, ...lines(result.removed)]
-    : [`Nothing ${result.dry_run ? "would go" : "went"}; ${left}`];
-  if (result.kept.length) text.push("These stay:", ...lines(result.kept));
+    : [`Nothing ${result.dry_run ? "would be" : "was"} removed; ${left}`];
+  if (result.kept.length) text.push("Kept:", ...lines(result.kept));
   if (!result.dry_run) {
     for (const {path} of result.removed) {
       const link = document.querySelector(`a[href="/caches/${path.split("/").slice(-2).join("/")}"]`);
