@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 950, 50, 20
+MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 950, 50, 21
 UNFINISHED = re.compile(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO\b|\bFIXME\b")
 # Where a pickle is read: our own parent's, over a private descriptor; our driver's, on a cluster; a copy.
 UNPICKLES = (

@@ -35,7 +35,7 @@ const context = {
   location: {href: "http://127.0.0.1/", reload() { seen.reloads += 1; }},
   document: {
     hidden: false, addEventListener() {}, removeEventListener() {}, documentElement: {}, body: {},
-    getElementById(id) { return ["charts", "drawn", "lines", "scales", "plan"].includes(id) ? null : elements[id] ||= element(); },
+    getElementById(id) { return ["charts", "drawn", "lines", "scales", "plan", "find", "bulk"].includes(id) ? null : elements[id] ||= element(); },
     querySelector(text) { return text === "[data-events]" ? live : element(); },
   },
   htmx: {trigger() {}}, matchMedia: () => element(), addEventListener() {}, innerWidth: 100,

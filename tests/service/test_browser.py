@@ -89,22 +89,42 @@ def two_caches(running: Running) -> tuple[str, str]:
     return cached_rows(folder, "rows", 1), cached_rows(folder, "rows", 2)
 
 
-def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Running, page: Any) -> None:
+def test_a_job_is_submitted_and_a_wrong_field_is_named_below_it(running: Running, page: Any) -> None:
     page.goto("/")
     page.get_by_role("link", name="New job").click()
-    page.get_by_label("name", exact=True).fill("from the form")
+    page.get_by_label("Name", exact=True).fill("from the form")
+    page.get_by_label("Tags", exact=True).fill("one, two")
     page.get_by_text("More settings", exact=True).click()
-    page.get_by_label("validation split").fill("0")
+    page.get_by_label("Validation split").fill("0")
+    page.get_by_text("More settings", exact=True).click()
     page.get_by_role("button", name="Submit").click()
-    page.locator("#toast", has_text="early_stop_patience").wait_for()
+    fault = page.locator("[data-path='config.early_stop_patience'] .fault")
+    fault.get_by_text("validation_split").wait_for()
+    patience = page.get_by_label("Early stopping patience")
+    assert patience.is_visible(), "its part of the form was folded"
+    assert page.evaluate("document.activeElement.id") == "early_stop_patience"
+    assert patience.get_attribute("aria-invalid") == "true"
+    assert fault.get_attribute("id") in patience.get_attribute("aria-describedby").split()
+    assert not page.locator("#toast").is_visible()
 
-    page.get_by_label("validation split").fill("0.2")
-    page.get_by_label("epochs", exact=True).fill("7")
+    patience.fill("0")
+    assert not fault.is_visible()
+    assert patience.get_attribute("aria-invalid") is None
+    page.get_by_label("Epochs", exact=True).fill("7")
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="from the form").wait_for()
 
     job = running.services.jobs.list()[0]
     assert (job.name, job.epochs, job.config["dataset_ids"]) == ("from the form", 7, CONFIG["dataset_ids"])
+    assert job.tags == ["one", "two"]
+    page.get_by_role("link", name="Clone").click()
+    assert page.get_by_label("Early stopping patience").input_value() == "0"
+    page.get_by_label("Epochs", exact=True).fill("9")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("epoch 0 of 9").wait_for()
+    clone = running.services.jobs.list()[0]
+    assert clone.config == {**job.config, "epochs": 9}
+    assert (clone.name, clone.tags) == (job.name, job.tags)
 
 
 def test_a_form_that_was_filled_in_outlives_the_session(running: Running, page: Any) -> None:
@@ -160,21 +180,40 @@ def end_sessions(running: Running, page: Any) -> None:
 
 
 def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, page: Any) -> None:
-    note(running.services, "00000000-0000-4000-8000-00000000000f", "flow", "hdf5", {"path": "flow.hdf5"})
+    flow, cells = (f"00000000-0000-4000-8000-00000000000{digit}" for digit in "fe")
+    note(running.services, flow, "flow", "hdf5", {"path": "flow.hdf5"})
+    note(running.services, cells, "cells", "images", {"path": str(running.services.folder.data / "cells")})
     page.goto("/jobs/new")
     page.get_by_text("More settings", exact=True).click()
-    sets = page.locator("#dataset_ids")
+    sets = page.get_by_label("Data set", exact=True)
     sets.select_option(CONFIG["dataset_ids"][0])
-    page.get_by_label("max gdop").fill("4")
-    assert not page.get_by_label("settings", exact=True).is_visible()
+    page.get_by_label("Maximum GDOP").fill("4")
+    more = page.get_by_text("Settings of the data and the network")
+    assert not more.is_visible()
 
-    sets.select_option("00000000-0000-4000-8000-00000000000f")
-    assert page.get_by_label("settings", exact=True).is_visible()
-    assert not page.get_by_label("max gdop").is_visible()
-    assert "max_gdop" not in page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    sets.select_option(label="flow (simulations, 4,030 samples)")
+    more.click()
+    assert page.get_by_label("model.width").is_visible()
+    assert not page.get_by_label("Dropout").is_visible()
+    assert not page.get_by_label("Maximum GDOP").is_visible()
+    assert not page.get_by_label("data.images.size").is_visible()
+    page.get_by_label("model.width").fill("32")
+    page.get_by_label("latent.dim").fill("8")
+    body = page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    assert "max_gdop" not in body
+    assert body["settings"] == {"model.width": 32, "latent.dim": 8}
+
+    sets.select_option(cells)
+    assert not page.get_by_label("model.width").is_visible()
+    page.get_by_label("data.images.size").fill("512")
+    page.get_by_role("button", name="Submit").click()
+    page.locator("[data-path='config.settings.data.images.size'] .fault", has_text="1024").wait_for()
+    assert page.evaluate("document.activeElement.id") == "settings-data-images-size"
 
     sets.select_option(CONFIG["dataset_ids"][0])
-    assert page.evaluate("bodyOf(document.querySelector('.new'), null).config.max_gdop") == 4
+    body = page.evaluate("bodyOf(document.querySelector('.new'), null).config")
+    assert body["max_gdop"] == 4
+    assert "settings" not in body
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -302,12 +341,12 @@ def test_ticked_jobs_are_compared_with_a_line_each(running: Running, page: Any) 
         queue.report(attempt, [metrics(n) for n in range(1, epochs + 1)], 1)
         found[name] = attempt, queue
     page.goto("/")
-    page.get_by_label("Compare first of two").check()
+    page.get_by_label("Select first of two").check()
     attempt, queue = found["second of two"]
     queue.report(attempt, [metrics(3)], 2)
     page.get_by_role("row", name="second of two").get_by_text("3 of 3").wait_for()
-    page.get_by_label("Compare second of two").check()
-    assert page.get_by_label("Compare first of two").is_checked(), "news of a job keep what is ticked"
+    page.get_by_label("Select second of two").check()
+    assert page.get_by_label("Select first of two").is_checked(), "news of a job keep what is ticked"
     page.get_by_role("button", name="Compare").click()
 
     name = f"Loss, validation by epoch; last: second of two {1 / 3:.4g}, first of two 0.25"
@@ -409,22 +448,22 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
     rows.get_by_label("name").fill("rows")
     rows.get_by_label("database", exact=True).fill("postgresql:///lab")
     rows.get_by_label("dataset_id").fill("no")
-    rows.get_by_role("button", name="Take up").click()
+    rows.get_by_role("button", name="Register").click()
     rows.locator("[data-path=set] .fault", has_text="UUID").wait_for()
 
     form = page.locator("form", has_text="Files")
     form.get_by_label("name").fill("sims")
     form.get_by_label("file or folder").fill("../sims.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     page.locator("#toast", has_text="..").wait_for()
 
     form.get_by_label("file or folder").fill("sims.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     page.get_by_role("heading", name="sims").wait_for()
     page.get_by_role("region", name="Samples").get_by_text("sims:7").wait_for()
-    page.get_by_role("button", name="Check it").click()
+    page.get_by_role("button", name="Check", exact=True).click()
     page.get_by_text("the samples that were read are complete and finite").wait_for()
-    page.get_by_role("link", name="Train on it").click()
+    page.get_by_role("link", name="Train", exact=True).click()
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="training").wait_for()
 
@@ -439,7 +478,7 @@ def test_a_form_that_is_sent_before_its_script_is_there_waits_for_it(running: Ru
     form = page.locator("form", has_text="Files")
     form.get_by_label("name").fill("early")
     form.get_by_label("file or folder").fill("../early.hdf5")
-    form.get_by_role("button", name="Take up").click()
+    form.get_by_role("button", name="Register").click()
     assert page.url.endswith("/datasets")
     held[0].continue_()
 
@@ -524,6 +563,12 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.get_by_role("img", name="Loss").first.wait_for()
             if name == "api":
                 page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+            if name == "jobs":
+                page.locator("[name=ids]").first.check()
+            for folded in (
+                page.locator("details:not([open]):visible > summary").all() if name == "new" else ()
+            ):
+                folded.click()
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
@@ -531,3 +576,133 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.screenshot(path=folder / f"{name}-{scheme}-{width}.png", full_page=True)
     finally:
         context.close()
+
+
+def test_the_list_is_searched_and_its_address_keeps_that(running: Running, page: Any) -> None:
+    jobs = running.services.jobs
+    tagged = jobs.create(CONFIG, name="searched one", epochs=3, tags=["hunt"])[0].id
+    jobs.create(CONFIG, name="searched two", epochs=3)
+    jobs.pause(tagged)
+    page.goto("/")
+    page.get_by_label("Search", exact=True).fill("searched")
+    page.wait_for_url("**/?q=searched")
+    page.get_by_text("2 jobs", exact=True).wait_for()
+    assert page.evaluate("document.activeElement.name") == "q", "typing goes on"
+    page.get_by_label("Tag", exact=True).select_option("hunt")
+    page.get_by_text("1 job", exact=True).wait_for()
+    page.get_by_role("link", name="paused").click()
+    page.get_by_role("link", name="failed").click()
+    page.reload()
+
+    assert page.get_by_label("Search", exact=True).input_value() == "searched"
+    assert page.get_by_label("Tag", exact=True).input_value() == "hunt"
+    names = page.locator(".named a")
+    assert names.all_text_contents() == ["searched one"]
+    jobs.change(tagged, name="searched no. 1")
+    page.get_by_role("link", name="searched no. 1").wait_for()
+    page.get_by_role("link", name="paused").click()
+    page.get_by_text("No jobs match").wait_for()
+    page.get_by_role("link", name="Clear filters").click()
+    page.wait_for_url("**/")
+
+
+def test_what_is_done_with_selected_jobs_is_told_with_its_refusals(running: Running, page: Any) -> None:
+    jobs = running.services.jobs
+    for job in jobs.list(State.QUEUED, limit=500):
+        jobs.cancel(job.id)
+    waits, ended, _ = (
+        jobs.create(CONFIG, name=name, epochs=3)[0].id for name in ("waits here", "ended here", "another")
+    )
+    jobs.cancel(ended)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto("/?q=here")
+    page.get_by_label("Select waits here").check()
+    page.get_by_label("Select ended here").check()
+    page.get_by_text("2 jobs selected").wait_for()
+    said = page.locator("#bulk-result")
+
+    page.get_by_role("button", name="Pause").click()
+    said.get_by_text("Paused 1 of 2 jobs.").wait_for()
+    assert "ended here: " in said.text_content()
+    assert "cannot be paused" in said.text_content()
+    assert jobs.get(waits).state is State.PAUSED
+    page.get_by_label("Tags to add").fill("both, best")
+    page.get_by_role("button", name="Tag", exact=True).click()
+    said.get_by_text("Tagged 2 of 2 jobs.").wait_for()
+    page.locator("#jobs .tag", has_text="best").nth(1).wait_for()
+    page.get_by_label("Tags to add").fill("-best")
+    page.get_by_label("Tags to add").press("Enter")
+    page.locator("#jobs .tag", has_text="best").first.wait_for(state="detached")
+    assert [jobs.get(id).tags for id in (waits, ended)] == [["both"], ["both"]]
+    assert page.get_by_label("Select waits here").is_checked()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_text("No jobs match").wait_for()
+    assert page.evaluate("document.activeElement.id") == "bulk-result"
+    done = [row.path for row in running.services.audit.read(limit=20) if row.method == "DELETE"]
+    assert {path.rpartition("/")[2] for path in done} >= {waits, ended}
+
+
+def test_a_renewed_list_keeps_its_elements_its_focus_and_its_ticks(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "kept")
+    page.goto("/")
+    page.get_by_label("Select all jobs").check()
+    link = page.get_by_role("link", name="kept", exact=True)
+    link.focus()
+    row = page.locator(f"#row-{id}").element_handle()
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.named a'))")
+
+    queue.report(attempt, [metrics(1)], 1)
+    other = running.services.jobs.create(CONFIG, name="came meanwhile", epochs=3)[0].id
+    page.get_by_role("link", name="came meanwhile").wait_for()
+    page.locator(f"#row-{id}", has_text="1 of 3").wait_for()
+
+    assert row.evaluate("(row) => row.isConnected")
+    assert page.evaluate("document.activeElement.id") == f"job-{id}"
+    assert page.evaluate("getSelection().toString()") != ""
+    assert page.locator(f"#pick-{id}").is_checked()
+    assert not page.locator(f"#pick-{other}").is_checked()
+    order = page.locator(".named a").all_text_contents()
+    assert order[:2] == ["came meanwhile", "kept"]
+    running.services.jobs.change(other, name="a later name")
+    page.get_by_role("link", name="a later name").wait_for()
+    running.services.jobs.cancel(other)
+    running.services.jobs.delete(other)
+    page.get_by_role("link", name="a later name").wait_for(state="detached")
+    assert row.evaluate("(row) => row.isConnected")
+    assert page.evaluate("document.activeElement.id") == f"job-{id}"
+
+
+def test_the_focus_stays_at_the_actions_of_a_job(running: Running, page: Any) -> None:
+    id, attempt, queue = claimed(running, "by keyboard")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(f"/jobs/{id}")
+
+    def press(name: str, state: str) -> None:
+        page.get_by_role("button", name=name).focus()
+        page.keyboard.press("Enter")
+        page.locator("#job .state", has_text=state).wait_for()
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.activeElement.closest('#actions') !== null")
+
+    press("Pause", "pausing")
+    queue.finish(attempt, Outcome(state=State.PAUSED, exit_code=75), lines=[], position=0)
+    page.locator("#job .state", has_text="paused").wait_for()
+    press("Resume", "queued")
+    press("Cancel", "cancelled")
+
+
+def test_name_and_tags_of_a_job_are_edited_on_its_page(running: Running, page: Any) -> None:
+    id, _, _ = claimed(running, "before")
+    page.goto(f"/jobs/{id}")
+    page.get_by_text("Edit", exact=True).click()
+    page.get_by_label("Name", exact=True).fill("after")
+    page.get_by_label("Tags", exact=True).fill("one, two,")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_role("heading", name="after", exact=True).wait_for()
+
+    assert running.services.jobs.get(id).tags == ["one", "two"]
+    page.get_by_text("Edit", exact=True).click()
+    page.get_by_label("Tags", exact=True).fill("")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("No tags").wait_for()
+    assert running.services.jobs.get(id).tags == []

@@ -89,7 +89,7 @@ def test_tables_of_a_newer_version_are_left_alone(embedded: Database) -> None:
     with embedded.writing() as connection:
         connection.execute(META.update().where(META.c.name == "version").values(value="99"))
 
-    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 2"):
+    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 3"):
         Database(str(embedded))
 
 
@@ -102,7 +102,7 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
             columns = {one["name"] for one in sa.inspect(connection).get_columns("jobs")}
             meta = dict(connection.execute(sa.select(META.c.name, META.c.value)).all())  # type: ignore[arg-type]
         assert columns == set(JOBS.c.keys())
-        assert meta == {"version": "2"}
+        assert meta == {"version": "3"}
         database.close()
     database = Database(f"sqlite:///{tmp_path}/stoker.db")
     jobs = {job.name: job for job in Jobs(database).list()}
@@ -129,6 +129,29 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
     assert attempt is not None
     assert (attempt.job.name, attempt.number, attempt.position) == ("pending", 2, 50), "its wait is over"
     supervisor.stop()
+    database.close()
+
+
+def test_jobs_of_version_2_get_tags(url: str) -> None:
+    database = Database(url)
+    kept, _ = Jobs(database).create({"a": 1}, name="n", epochs=1, key="k")
+    with database.writing() as connection:  # as that version left it
+        connection.execute(sa.text("DROP INDEX jobs_by_tags"))
+        connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN tags"))
+        connection.execute(META.update().where(META.c.name == "version").values(value="2"))
+    database.close()
+
+    for _ in range(2):
+        database = Database(url)
+        jobs = Jobs(database)
+        assert jobs.get(kept.id) == kept
+        assert jobs.create({"a": 1}, name="n", epochs=1, key="k") == (kept, False), "its key is still known"
+        with database.reading() as connection:
+            indexes = {one["name"] for one in sa.inspect(connection).get_indexes("jobs")}
+        assert indexes >= {one.name for one in JOBS.indexes}
+        database.close()
+    database = Database(url)
+    assert Jobs(database).change(kept.id, add_tags=["t"]).tags == ["t"]
     database.close()
 
 

@@ -240,7 +240,11 @@ def test_a_job_whose_data_is_never_made_fails_and_names_the_job_that_was_to_make
     attempt = queue.take("w")
     assert attempt is not None
     worker.work(attempt)
-    assert jobs.get(job.id).state is State.PENDING, "the maker may continue, so the job waits"
+    waiting = jobs.get(job.id)
+    assert waiting.state is State.PENDING, "the maker may continue, so the job waits"
+    assert (waiting.attempt, waiting.started) == (0, None), "nothing was done"
+    (wait,) = datasets.generated_for(jobs.list())[job.id]
+    assert (wait.id, wait.job, wait.job_state) == (id, maker, State.PAUSED)
 
     jobs.cancel(maker)
     with database.writing() as connection:
@@ -250,6 +254,7 @@ def test_a_job_whose_data_is_never_made_fails_and_names_the_job_that_was_to_make
     worker.work(attempt)
 
     failed = jobs.get(job.id)
+    assert datasets.generated_for(jobs.list()) == {}
     assert failed.state is State.FAILED
     assert maker in str(failed.error)
 

@@ -59,6 +59,36 @@ def test_a_job_is_submitted_looked_at_paused_and_cancelled(running: Running, at:
     assert made["id"] not in shown
 
 
+def test_jobs_are_tagged_and_found_again(at: list[str]) -> None:
+    made = job("submit", SETTING, "--name", "tagged run", *at)
+    assert job("tag", made["id"], "+night", "house", "-none", *at)["tags"] == ["house", "night"]
+    assert job("tag", "--state-dir", at[1], made["id"], "-house")["tags"] == ["night"]
+
+    def found(*words: str) -> list[str]:
+        return [one["id"] for one in job("list", *words, *at)["jobs"]]
+
+    job("cancel", made["id"], *at)
+    cancelled = ("--status", "cancelled", "--status", "failed", "--tag", "night")
+    assert found(*cancelled, "--search", "tagged", "--dataset", "radio", "--kind", "training") == [made["id"]]
+    assert made["id"] not in found("--tag", "night", "--status", "queued")
+    assert found("--sort", "created")[::-1] == found()
+    assert "status" in job("list", "--status", "nonsense", *at, exit_code=3)["error"]
+
+
+def test_a_clone_has_the_settings_and_tags_of_its_job(running: Running, at: list[str]) -> None:
+    made = job("submit", SETTING, "batch_size=64", "epochs=3", "--name", "first", *at)
+    job("tag", made["id"], "+night", *at)
+
+    clone = job("clone", made["id"], "learning_rate=0.01", "--epochs", "20", *at)
+
+    assert clone["id"] != made["id"]
+    assert (clone["job_name"], clone["tags"], clone["total_epochs"]) == ("first", ["night"], 20)
+    assert clone["config"] == {**made["config"], "learning_rate": 0.01, "epochs": 20}
+    assert job("clone", made["id"], "--name", "second", *at)["job_name"] == "second"
+    making = running.services.jobs.create({}, name="make", epochs=1, kind="generation")[0].id
+    assert "job generate" in job("clone", making, *at, exit_code=3)["error"]
+
+
 @pytest.mark.parametrize("name", ["whole.json", "settings.yaml"])
 def test_settings_come_from_a_file_and_words_win(at: list[str], tmp_path: Path, name: str) -> None:
     config = {**CONFIG, "batch_size": 64}
@@ -229,7 +259,7 @@ def test_a_job_is_deleted_after_a_yes_alone(at: list[str]) -> None:
         (["submit", "dataset_ids=["], "a setting cannot be read: while parsing"),
         (["submit", "odd.json"], "odd.json: config is 3. Expected an object with dataset_ids"),
         (["pause", "a/../b"], "job 'a/../b' does not exist"),
-        (["list", "--status", "gone"], 'query.status: "gone"'),
+        (["list", "--status", "gone"], 'query.status.0: "gone"'),
     ],
 )
 def test_what_is_wrong_is_one_line(

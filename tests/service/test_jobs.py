@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
-from stoker.service.database import MOVES, Database, Outbox, State, before
+from stoker.service.database import DATASETS, MOVES, Database, Outbox, State, before
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
+from stoker.service.listing import JobFilter
 
 
 @pytest.fixture
@@ -248,3 +250,121 @@ def test_metrics_are_a_row_an_epoch_the_last_one_told(database: Database) -> Non
     assert [row["epoch"] for row in Jobs(database).metrics(job.id, after=1, limit=1)] == [2]
     best = Jobs(database).get(job.id)
     assert (best.best_epoch, best.best_val_loss, best.val_loss) == (3, 1 / 3, 9.0)
+
+
+def listed(jobs: Jobs, **chosen) -> list[str]:
+    """The names that a list shows; the count has to agree."""
+    which = JobFilter(**chosen)
+    found = [job.name for job in jobs.list(which)]
+    assert jobs.count(which) == len(found)
+    return found
+
+
+@pytest.fixture
+def several(jobs: Jobs, database: Database) -> Jobs:
+    """Jobs that differ in all that a list can be searched by."""
+    flow, cells = str(uuid.UUID(int=1)), str(uuid.UUID(int=2))
+    with database.writing() as connection:
+        connection.execute(DATASETS.delete())
+        for id, name in ((flow, "flow 100%"), (cells, "cells")):
+            spec = {"kind": "hdf5", "origin": "registered", "spec": {}, "facts": {}, "report": []}
+            row = {"id": id, "name": name, "health": "good", "created": 1.0, **spec}
+            connection.execute(DATASETS.insert().values(**row))
+    queue = JobQueue(database)
+    for name, loss, state in (("beta", 0.5, State.COMPLETED), ("Alpha", 0.25, State.FAILED)):
+        make(jobs, name=name, dataset_ids=[flow], tags=["night", "base"] if loss < 0.4 else ["night"])
+        attempt = queue.take("w")
+        assert attempt is not None
+        lines = [Line(kind="metrics", data={"epoch": 1, "val_loss": loss})]
+        error = "the LOSS is nan" if state is State.FAILED else None
+        queue.finish(attempt, Outcome(state=state, error=error), lines=lines, position=1)
+    make(jobs, name="gamma_100%", dataset_ids=[cells])
+    jobs.pause(make(jobs, name="make cells", kind="generation", dataset_ids=[cells]).id)
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ({}, ["make cells", "gamma_100%", "Alpha", "beta"]),
+        ({"text": "alpha"}, ["Alpha"]),
+        ({"text": " loss is "}, ["Alpha"]),
+        ({"text": "nigh"}, ["Alpha", "beta"]),
+        ({"text": "100%"}, ["gamma_100%", "Alpha", "beta"]),
+        ({"text": "a_1"}, ["gamma_100%"]),
+        ({"text": "nothing"}, []),
+        ({"states": frozenset({State.PAUSED, State.FAILED})}, ["make cells", "Alpha"]),
+        ({"kind": "generation"}, ["make cells"]),
+        ({"dataset": "cells"}, ["make cells", "gamma_100%"]),
+        ({"dataset": str(uuid.UUID(int=1))}, ["Alpha", "beta"]),
+        ({"dataset": "%"}, []),
+        ({"tags": ("night",)}, ["Alpha", "beta"]),
+        ({"tags": ("night", "base")}, ["Alpha"]),
+        ({"tags": ("nigh",)}, []),
+        ({"tags": ("night",), "states": frozenset({State.COMPLETED})}, ["beta"]),
+        ({"sort": "created"}, ["beta", "Alpha", "gamma_100%", "make cells"]),
+        ({"sort": "name"}, ["Alpha", "beta", "gamma_100%", "make cells"]),
+        ({"sort": "-name"}, ["make cells", "gamma_100%", "beta", "Alpha"]),
+        ({"sort": "state"}, ["beta", "Alpha", "make cells", "gamma_100%"]),
+        ({"sort": "loss"}, ["Alpha", "beta", "make cells", "gamma_100%"]),
+        ({"sort": "-loss"}, ["beta", "Alpha", "make cells", "gamma_100%"]),
+    ],
+)
+def test_a_list_is_searched_filtered_and_sorted(several: Jobs, chosen: dict, names: list[str]) -> None:
+    assert listed(several, **chosen) == names
+
+
+def test_jobs_that_never_ran_are_the_last_by_duration(several: Jobs) -> None:
+    for sort in ("duration", "-duration"):
+        assert listed(several, sort=sort)[2:] == ["make cells", "gamma_100%"]
+
+
+def test_a_job_is_found_by_the_start_of_its_id(several: Jobs) -> None:
+    job = several.list()[1]
+
+    assert listed(several, text=job.id[:13]) == [job.name]
+
+
+def test_name_and_tags_are_changed_in_any_state_and_told_once(jobs: Jobs, database: Database) -> None:
+    job, _ = running(database, tags=["b", "a", "b"])
+    assert (job.tags, jobs.tags()) == (["a", "b"], ["a", "b"])
+
+    changed = jobs.change(job.id, name="other", add_tags=["c"], remove_tags=["a", "x"])
+    again = jobs.change(job.id, name="other", add_tags=["c"], remove_tags=["a", "x"])
+
+    assert changed == again == jobs.get(job.id)
+    assert (changed.name, changed.tags, changed.state) == ("other", ["b", "c"], State.RUNNING)
+    assert jobs.change(job.id, tags=[]).tags == []
+    assert jobs.tags() == []
+    events = [event.data for event in Outbox(database).read(0, job=job.id) if event.kind == "changed"]
+    assert events == [{"name": "other", "tags": ["b", "c"]}, {"name": "other", "tags": []}]
+    with pytest.raises(NotFoundError):
+        jobs.change("none", name="n")
+
+
+def test_tags_that_are_added_at_the_same_time_are_all_kept(jobs: Jobs) -> None:
+    job = make(jobs)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: jobs.change(job.id, add_tags=[f"t{n}"]), range(8)))
+
+    assert jobs.get(job.id).tags == [f"t{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("tags", [[""], ["a,b"], ["a\nb"], ["x" * 41], [str(n) for n in range(11)]])
+def test_a_tag_that_no_list_can_show_is_refused(embedded: Database, tags: list[str]) -> None:
+    jobs = Jobs(embedded)
+    job = make(jobs)
+
+    with pytest.raises(ConfigError):
+        make(jobs, tags=tags)
+    with pytest.raises(ConfigError):
+        jobs.change(job.id, add_tags=tags)
+    assert jobs.get(job.id) == job
+
+
+def test_a_key_with_other_tags_is_another_body(jobs: Jobs) -> None:
+    first = make(jobs, key="k", tags=["a"])
+
+    assert make(jobs, key="k", tags=["a"]) == first
+    with pytest.raises(ConflictError):
+        make(jobs, key="k")

@@ -6,6 +6,7 @@ import re
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from stoker.service.jobs import JobQueue
 from stoker.service.journal import Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
-from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 GUIDE = {
     "job_name": "rx-night-run",
@@ -103,6 +104,41 @@ def test_a_wrong_setting_is_named(running: Running, change: dict[str, object], p
     assert [field["path"] for field in answer.json()["fields"]] == [path]
     assert path in answer.json()["error"]
     assert running.services.jobs.count() == before
+
+
+def test_what_does_not_fit_the_data_names_its_fields(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as running:
+        for kind in ("radio", "hdf5", "images"):
+            id = str(uuid.uuid5(uuid.NAMESPACE_URL, kind))
+            path = str(running.services.folder.data / kind)
+            note(
+                running.services,
+                id,
+                kind,
+                kind,
+                {"path": path, "url": f"sqlite:///{path}", "set": id, "table": "t"},
+            )
+
+        def fields(*names: str, **config: object) -> list[str]:
+            answer = running.client.post(
+                running.api("/jobs"), json={"config": {"dataset_ids": names, **config}}
+            )
+            assert (answer.status_code, bool(answer.json()["fields"])) == (422, True), answer.text
+            assert all(one["problem"] in answer.json()["error"] for one in answer.json()["fields"])
+            return [one["path"].removeprefix("config.") for one in answer.json()["fields"]]
+
+        assert fields("none") == fields("radio", "hdf5") == ["dataset_ids"]
+        assert fields("radio", validation_split=0) == ["early_stop_patience"]
+        assert fields("hdf5", min_snr_db=3.0, dropout_rate=0.1) == ["dropout_rate", "min_snr_db"]
+        assert fields("images", model_architecture="operator") == ["model_architecture"]
+        assert fields("hdf5", settings={"model.widht": 3}) == ["settings.model.widht"]
+        assert fields("hdf5", settings={"model.width": "x", "model.depth": 2}) == ["settings.model.width"]
+        assert fields("hdf5", settings={"encoder.target": "os:system"}) == ["settings.encoder.target"]
+        for size in (512, [512], [0, 64], [64, 1025], [64.0, 64], "64", [True, 64]):
+            assert fields("images", settings={"data.images.size": size}) == ["settings.data.images.size"]
+        assert fields("images", settings={"data.images.fit": "short"}) == ["settings.data.images.fit"]
+        largest = {"dataset_ids": ["images"], "settings": {"data.images.size": [1, 1024]}}
+        assert running.client.post(running.api("/jobs"), json={"config": largest}).status_code == 201
 
 
 def test_a_setting_that_training_would_refuse_is_refused_at_once(tmp_path: Path) -> None:

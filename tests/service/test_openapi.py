@@ -77,7 +77,8 @@ def operations(described: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_what_was_promised_is_there(described: dict[str, Any]) -> None:
     promised = """
-        POST /jobs, GET /jobs, GET /jobs/{job_id}, DELETE /jobs/{job_id}, POST /jobs/{job_id}/cancel,
+        POST /jobs, GET /jobs, GET /jobs/{job_id}, PATCH /jobs/{job_id}, DELETE /jobs/{job_id},
+        POST /jobs/{job_id}/cancel,
         POST /jobs/{job_id}/pause, POST /jobs/{job_id}/resume, POST /jobs/{job_id}/continue,
         GET /jobs/{job_id}/metrics, GET /jobs/{job_id}/timeline, GET /jobs/{job_id}/metrics.csv,
         GET /jobs/{job_id}/files, GET /jobs/{job_id}/files/{name},

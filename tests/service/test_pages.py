@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -125,11 +126,11 @@ def test_buttons_are_those_that_the_state_allows(running: Running, browser: http
     def buttons() -> set[str]:
         return set(re.findall(r'id="do-([a-z]+)"', browser.get(f"/parts/jobs/{id}").text))
 
-    assert buttons() == {"pause", "cancel"}
+    assert buttons() == {"pause", "cancel", "clone"}
     running.services.jobs.pause(id)
-    assert buttons() == {"resume", "cancel", "delete"}
+    assert buttons() == {"resume", "cancel", "clone", "delete"}
     running.services.jobs.cancel(id)
-    assert buttons() == {"resume", "delete"}
+    assert buttons() == {"resume", "clone", "delete"}
 
 
 def test_names_are_text_and_nothing_else(running: Running, browser: httpx.Client) -> None:
@@ -328,6 +329,31 @@ def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser
     assert "n_mels" not in text
     assert 'data-path="config.max_gdop" data-kinds="radio"' in text
     assert 'data-path="config.epochs">' in text
+    assert 'data-path="config.settings.data.limit" data-kinds="hdf5 images"' in text
+    assert "encoder.target" not in text, "no encoder is allowed"
+
+
+def test_the_form_of_a_clone_has_the_settings_of_its_job(running: Running, browser: httpx.Client) -> None:
+    jobs = running.services.jobs
+    config = {**CONFIG, "batch_size": 77, "lr_scheduler": "constant", "preload_to_gpu": False}
+    config["settings"] = {"data.images.size": [32, 48], "data.images.fit": "letterbox"}
+    made_of = {"name": HOSTILE, "epochs": 9, "tags": ["b", "a"]}
+    job = jobs.create(config, dataset_ids=["00000000-0000-4000-8000-0000000000aa"], **made_of)[0]
+
+    text = browser.get(f"/jobs/new?clone={job.id}").text
+
+    assert HOSTILE not in text
+    for name, value in (("batch_size", "77"), ("epochs", "9")):
+        assert re.search(rf'name="config.{name}"[^>]* value="{value}"', text), name
+    assert "<option selected>constant</option>" in text
+    assert re.search(r'name="config.preload_to_gpu"(?![^>]* checked)', text)
+    assert 'data-setting="data.images.size" value="[32, 48]"' in text
+    assert 'data-setting="data.images.fit" value="letterbox"' in text
+    assert 'value="a, b"' in text
+    assert "was removed from the list" in text
+    making = jobs.create({}, name="make", epochs=1, kind="generation")[0].id
+    assert browser.get(f"/jobs/new?clone={making}").status_code == 422
+    assert browser.get("/jobs/new?clone=none").status_code == 404
 
 
 def test_vendored_scripts_come_with_their_licences() -> None:
@@ -564,3 +590,52 @@ def test_the_plan_of_a_form_that_is_not_complete_is_refused(running: Running, br
     answer = browser.post("/parts/plan", json={"config": {}}, headers={"origin": running.address})
 
     assert answer.status_code == 404
+
+
+def test_a_list_keeps_its_filter_in_every_link(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PER_PAGE", 2)
+    for n in range(5):
+        running.services.jobs.create(CONFIG, name=f"linked {n}", epochs=3, tags=["a & b"])
+
+    text = browser.get("/?q=linked&status=queued&status=failed&tag=a+%26+b&sort=name&number=2").text
+
+    assert re.findall(r'<a id="job-[^>]*>(.*?)</a>', text) == ["linked 2", "linked 3"]
+    links = {
+        name: html.unescape(href)
+        for name, href in re.findall(r'<a id="([a-z0-9-]+)" href="(/\?[^"]*)"', text)
+    }
+    kept = "q=linked&status=queued&status=failed&tag=a+%26+b&sort=name"
+    assert links["newer"] == f"/?{kept}"
+    assert links["older"] == f"/?{kept}&number=3"
+    assert links["only-queued"] == "/?q=linked&status=failed&tag=a+%26+b&sort=name"
+    assert (
+        links["only-paused"] == "/?q=linked&status=queued&status=paused&status=failed&tag=a+%26+b&sort=name"
+    )
+    assert links["sort-1"] == "/?q=linked&status=queued&status=failed&tag=a+%26+b&sort=-name"
+    assert 'aria-sort="ascending"' in text
+    assert f'hx-get="/parts/jobs?{html.escape(kept)}&amp;number=2"' in text
+    assert browser.get("/?q=&status=&tag=&kind=&dataset=&sort=").status_code == 200, (
+        "empty fields of the form"
+    )
+    for wrong in ("status=gone", "kind=gone", "sort=gone"):
+        assert browser.get(f"/?{wrong}").status_code == 404
+
+
+def test_a_job_that_waits_for_data_names_the_data_set_and_the_job_that_generates_it(
+    running: Running, browser: httpx.Client
+) -> None:
+    body = {"kind": "radio", "name": f"slow {HOSTILE}", "rows": 20}
+    made = running.client.post(running.api("/datasets/generate"), json=body).json()
+    job = running.services.jobs.create(CONFIG, name="waits", epochs=3, dataset_ids=[made["dataset"]["id"]])[
+        0
+    ].id
+
+    for path in ("/parts/jobs?q=waits", f"/parts/jobs/{job}", f"/jobs/{job}"):
+        text = browser.get(path).text
+        for link in (f"/datasets/{made['dataset']['id']}", f"/jobs/{made['job']['id']}"):
+            assert f'href="{link}"' in text, path
+        assert HOSTILE not in text
+    running.services.jobs.cancel(made["job"]["id"])
+    assert made["job"]["id"] not in browser.get(f"/parts/jobs/{job}").text

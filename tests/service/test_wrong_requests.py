@@ -92,7 +92,7 @@ def in_the_library(annotation: object, value: object) -> set[str]:
         ("POST /jobs/x/continue", {"additional_epoch": 3}, "additional_epoch", ["additional_epochs?"]),
         ("POST /caches/gc", {"keep": -1}, "keep", ["-1", "from 0 to 1000000", "null"]),
         ("GET /jobs?limit=0", None, "query.limit", ['"0"', "from 1 to 500"]),
-        ("GET /jobs?status=runing", None, "query.status", ['"runing"', "did you mean running?"]),
+        ("GET /jobs?status=runing", None, "query.status.0", ['"runing"', "did you mean running?"]),
         ("GET /caches/a/zz", None, "path.fingerprint", ['"zz"', "text like"]),
         (f"GET /operations/{'x' * 41}", None, "path.operation_id", ["x" * 41, "at most 40"]),
         ("POST /plan?wait_s=x", {"config": JOB}, "query.wait_s", ['"x"', "a number from 0 to 25"]),

@@ -72,7 +72,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "stoker.cli.serving": (
         "serve",
         *("job.submit", "job.list", "job.show", "job.logs", "job.cancel", "job.pause", "job.resume"),
-        *("job.continue", "job.files", "job.download", "job.delete", "job.login"),
+        *("job.continue", "job.clone", "job.tag", "job.files", "job.download", "job.delete", "job.login"),
         *("job.datasets", "job.register", "job.generate", "job.forget"),
     ),
 }
@@ -185,7 +185,8 @@ def _as_command(name: str, made: Any, **settings: bool) -> Any:
     if isinstance(made, typer.Typer):
         app.add_typer(made, name=name)
     else:
-        app.command(name, context_settings=settings)(made)
+        kind = getattr(made, "command_class", None)
+        app.command(name, cls=kind, context_settings=settings)(made)
     return typer.main.get_group(app).commands[name]
 
 

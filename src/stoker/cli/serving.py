@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from stoker.cli.command import CommandOutput, Yes, cli_command, duration, size
 from stoker.cli.output import bold, table
@@ -231,10 +232,21 @@ def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 @cli_command
-def job_list(
+def job_list(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
-    status: Annotated[str | None, typer.Option(help="Only jobs that are this, as running.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="The newest so many.")] = 50,
+    search: Annotated[
+        str, typer.Option(metavar="TEXT", help="In the name, a tag, a data set or why a job failed.")
+    ] = "",
+    status: Annotated[
+        list[str] | None, typer.Option(help="Only jobs that are this, as running; may be repeated.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(metavar="training|generation", help="Only such jobs.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Only jobs with this data set, by name or id.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Only jobs with this tag; may be repeated.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="created, name, state, loss or duration; with -, the largest first.")
+    ] = "-created",
+    limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 50,
     server: Server = None,
     state_dir: Dir = STATE_DIR,
     token_file: TokenFile = None,
@@ -243,9 +255,14 @@ def job_list(
 
     \b
     Example:
-      stoker job list --status running
+      stoker job list --status running --status queued
+      stoker job list --search burgers --tag baseline --sort loss
     """
-    out.show(_client(server, state_dir, token_file).jobs(status=status, limit=limit), _render_jobs)
+    client = _client(server, state_dir, token_file)
+    found = client.jobs(
+        search=search, status=status or (), kind=kind, dataset=dataset, tag=tag or (), sort=sort, limit=limit
+    )
+    out.show(found, _render_jobs)
 
 
 @cli_command
@@ -357,6 +374,75 @@ def job_continue(
     """
     client = _client(server, state_dir, token_file)
     out.show(_ask_once(lambda key: client.more(id, epochs, key=key)), _render_jobs)
+
+
+@cli_command
+def job_clone(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: CommandOutput,
+    id: JobId,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]", help="Settings that differ.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, max=5000, help="As epochs=.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name; default: that of the job.")] = None,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Submit a job with the settings of another, and start from the beginning.
+
+    \b
+    Example:
+      stoker job clone 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --epochs 20
+      stoker job clone 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b learning_rate=0.01 --name "higher rate"
+    """
+    client = _client(server, state_dir, token_file)
+    body = _body_of(client.job(id)["job"])
+    body["config"] |= _read_pairs(words or []) | ({} if epochs is None else {"epochs": epochs})
+    if name is not None:
+        body["job_name"] = name
+    out.show(_ask_once(lambda key: client.submit(body, key=key)), _render_jobs)
+
+
+class SignedWords(TyperCommand):
+    """A command that reads words as `-old`, which would be flags elsewhere; its flags have long names."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move such words behind `--`, then parse as usual."""
+        known = args[: args.index("--")] if "--" in args else args
+        signed = [arg for arg in known if arg.startswith("-") and arg not in ("-", "-h") and arg[1] != "-"]
+        rest = [arg for arg in known if arg not in signed]
+        return super().parse_args(ctx, [*rest, "--", *signed, *args[len(known) + 1 :]])
+
+
+def takes_signed_words(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` marked to be parsed as `SignedWords` where it is imported on use."""
+    vars(command)["command_class"] = SignedWords
+    return command
+
+
+@takes_signed_words
+@cli_command
+def job_tag(
+    out: CommandOutput,
+    id: JobId,
+    words: Annotated[
+        list[str], typer.Argument(metavar="+TAG|-TAG", help="Tags to add (+, or no sign) and to remove (-).")
+    ],
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Add tags to a job, and remove tags.
+
+    \b
+    Example:
+      stoker job tag 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b +baseline -draft
+    """
+    add = [word.removeprefix("+") for word in words if not word.startswith("-")]
+    remove = [word.removeprefix("-") for word in words if word.startswith("-")]
+    changed = _client(server, state_dir, token_file).change(id, add_tags=add, remove_tags=remove)
+    out.show(changed, _render_jobs)
 
 
 @cli_command
@@ -537,6 +623,16 @@ def _submit(client: Client, words: list[str], name: str | None, key: str | None)
     return _ask_once(lambda once: client.submit(body, key=once), key)
 
 
+def _body_of(job: JobRow) -> dict[str, Any]:
+    """Return the body of a request for a job of the same name, settings and tags."""
+    if job["job_type"] != "training":
+        raise ConfigError(
+            f"job {job['id']} generates a data set and cannot be cloned",
+            hint="Generate another data set with `stoker job generate`",
+        )
+    return {"job_name": job["job_name"], "config": {**job["config"]}, "tags": job["tags"]}
+
+
 def _ask_once(request: Callable[[str], JobRow], key: str | None = None) -> JobRow:
     """Return the answer to a request; a service that does not answer is asked again, with the same key."""
     once = key or secrets.token_hex(16)
@@ -546,13 +642,21 @@ def _ask_once(request: Callable[[str], JobRow], key: str | None = None) -> JobRo
 
 def _settings(words: list[str]) -> dict[str, Any]:
     """Return KEY=VALUE words by key; values are read as YAML, names stay text."""
+    texts = dict(word.split("=", 1) for word in words if word.partition("=")[0] in TEXTS and "=" in word)
+    return (
+        _read_pairs([word for word in words if word.partition("=")[0] not in texts], "kind=radio name=lab")
+        | texts
+    )
+
+
+def _read_pairs(words: list[str], example: str = "epochs=20") -> dict[str, Any]:
+    """Return KEY=VALUE words by key; values are read as YAML."""
     import yaml
 
     if odd := [word for word in words if "=" not in word]:
-        raise ConfigError(f"expected KEY=VALUE, found {odd[0]!r}", hint="As kind=radio name=lab")
-    pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
+        raise ConfigError(f"expected KEY=VALUE, found {odd[0]!r}", hint=f"As {example}")
     try:
-        return {key: value if key in TEXTS else yaml.safe_load(value) for key, value in pairs.items()}
+        return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
     except yaml.YAMLError as error:
         raise ConfigError(
             f"a setting cannot be read: {' '.join(str(error).split())}", hint="Expected KEY=VALUE"
@@ -617,11 +721,11 @@ def _render_jobs(found: Mapping[str, Any], console: Console) -> None:
     """Print a row for each job."""
     jobs = found.get("jobs", [found])
     if not jobs:
-        console.print("no jobs yet. `stoker job submit` makes one")
+        console.print("no jobs found. `stoker job submit` submits one")
         return
-    rows = [bold("id", "name", "status", "epoch", "val loss", "stall", "")]
+    rows = [bold("id", "name", "status", "epoch", "val loss", "stall", "tags", "")]
     rows += [tuple(map(escape, _row(one))) for one in jobs]
-    table(console, rows, fixed=6, right=range(3, 6), gap=2)
+    table(console, rows, fixed=7, right=range(3, 6), gap=2)
 
 
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
@@ -633,6 +737,7 @@ def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
         f"{one['current_epoch']}/{one['total_epochs']}",
         "-" if loss is None else f"{loss:.4g}",
         "-" if stall is None else format_percent(stall),
+        ", ".join(one["tags"]) or "-",
         one["error_message"] or one["progress_message"],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from io import StringIO
@@ -18,15 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
-from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
+from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, Problem
 from stoker.schema import Json, digest_json
 from stoker.service import stream
 from stoker.service.background import Operation, Operations
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
-from stoker.service.job_config import JobConfig, settings_of
+from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job
+from stoker.service.listing import NEWEST, JobFilter, Sort
 from stoker.service.models import (
     DATASET,
     EVENT,
@@ -34,6 +35,7 @@ from stoker.service.models import (
     LOG_EVENT,
     PROMETHEUS,
     FileOut,
+    JobChange,
     JobDetail,
     JobFiles,
     JobList,
@@ -78,6 +80,7 @@ BINARY = {"type": "string", "format": "binary"}
 FILE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": BINARY, "example": "the bytes of the file"}}}
 }
+SEARCHED = "Text in the name, a tag, a data set or the reason of a failure, or the start of the id."
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
@@ -114,6 +117,7 @@ def create_job(body: JobRequest, services: ServicesDep, response: Response, key:
         name=body.job_name,
         epochs=config.epochs,
         dataset_ids=[str(dataset["id"]) for dataset in datasets],
+        tags=body.tags,
         key=key,
     )
     response.status_code = 201 if made else 200
@@ -124,15 +128,23 @@ def create_job(body: JobRequest, services: ServicesDep, response: Response, key:
 
 
 @jobs_router.get("/jobs", response_model=JobList, responses=error_responses())
-def list_jobs(
+def list_jobs(  # noqa: PLR0913, PLR0917 (one parameter per part of the query)
     services: ServicesDep,
-    status: Annotated[State | None, Query(description="Only jobs of this status.")] = None,
+    q: Annotated[str, Query(max_length=200, description=SEARCHED)] = "",
+    status: Annotated[Sequence[State], Query(description="Only jobs of these states.")] = (),
+    kind: Annotated[Literal["training", "generation"] | None, Query(description="Only such jobs.")] = None,
+    dataset: Annotated[str | None, Query(max_length=200, description="Id or name of a data set.")] = None,
+    tag: Annotated[Sequence[str], Query(max_length=10, description="Only jobs with all these tags.")] = (),
+    sort: Annotated[Sort, Query(description="`-`: the largest first. Jobs without a value: last.")] = NEWEST,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
-    """Return jobs, the newest first."""
-    found = services.jobs.list(status, limit=limit, offset=offset)
-    total = services.jobs.count(status)
+    """Return jobs of a search, the newest first; `status` and `tag` may be given several times."""
+    which = JobFilter(
+        text=q, states=frozenset(status), kind=kind, dataset=dataset, tags=tuple(tag), sort=sort
+    )
+    found = services.jobs.list(which, limit=limit, offset=offset)
+    total = services.jobs.count(which)
     jobs = [JobOut.of(job) for job in found]
     return as_json(JobList(jobs=jobs, total=total, limit=limit, offset=offset))
 
@@ -149,6 +161,13 @@ def get_job(job_id: Id, services: ServicesDep) -> Response:
             events_after=newest,
         )
     )
+
+
+@jobs_router.patch("/jobs/{job_id}", responses=error_responses(404))
+def change_job(job_id: Id, body: JobChange, services: ServicesDep) -> JobOut:
+    """Change the name or the tags of a job; two requests that add tags at the same time keep both."""
+    tags = {"tags": body.tags, "add_tags": body.add_tags, "remove_tags": body.remove_tags}
+    return JobOut.of(services.jobs.change(job_id, name=body.job_name, **tags))
 
 
 @jobs_router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409))
@@ -373,12 +392,14 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
     try:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
-        raise ConfigError(
-            f"config.dataset_ids: {error.problem.fact}",
-            hint=f"{error.problem.hint}; POST to the same address registers one, as "
-            '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}',
-        ) from None
-    services.access.check_settings(config.settings)
+        hint = f"{error.problem.hint}; POST to the same address registers one, as "
+        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
+        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
+    try:
+        services.access.check_settings(config.settings)
+    except ConfigError as error:
+        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
     folder = services.folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class JobRow(TypedDict):
     """`pending`, `queued`, `running`, `paused`, `completed`, `failed` and others."""
     config: dict[str, Any]
     dataset_ids: list[str]
+    tags: list[str]
     current_epoch: int
     total_epochs: int
     progress_percent: float
@@ -150,10 +151,33 @@ class Client:
         headers = {"Idempotency-Key": key} if key else {}
         return cast("JobRow", self._ask("POST", "/jobs", body=body, headers=headers))
 
-    def jobs(self, *, status: str | None = None, limit: int = 50, offset: int = 0) -> JobPage:
-        """Return a page of jobs, the newest first."""
-        query = {"limit": limit, "offset": offset, **({"status": status} if status else {})}
-        return cast("JobPage", self._ask("GET", f"/jobs?{urlencode(query)}"))
+    def jobs(  # noqa: PLR0913 - the parts of a search, by name
+        self,
+        *,
+        search: str = "",
+        status: str | Sequence[str] | None = None,
+        kind: str | None = None,
+        dataset: str | None = None,
+        tag: str | Sequence[str] = (),
+        sort: str | None = None,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> JobPage:
+        """Return a page of jobs, the newest first.
+
+        Args:
+            search: Text in the name, a tag, a data set or the reason of a failure, or the start of the id.
+            status: Only jobs of this state, or of one of these.
+            kind: Only `training` or only `generation`.
+            dataset: Only jobs with this data set, by id or name.
+            tag: Only jobs with this tag, or with all of these.
+            sort: `created`, `name`, `state`, `loss` or `duration`; with `-` before it the largest first.
+            limit: At most so many.
+            offset: How many to skip.
+        """
+        parts = {"q": search, "status": status, "kind": kind, "dataset": dataset, "tag": tag, "sort": sort}
+        query = {name: value for name, value in parts.items() if value} | {"limit": limit, "offset": offset}
+        return cast("JobPage", self._ask("GET", f"/jobs?{urlencode(query, doseq=True)}"))
 
     def job(self, id: str) -> JobDetail:
         """Return one job."""
@@ -162,6 +186,19 @@ class Client:
     def act(self, id: str, what: Act) -> JobRow:
         """Cancel, pause or resume a job; return its new state."""
         return cast("JobRow", self._ask("POST", f"{_job(id)}/{what}"))
+
+    def change(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        tags: Sequence[str] | None = None,
+        add_tags: Sequence[str] = (),
+        remove_tags: Sequence[str] = (),
+    ) -> JobRow:
+        """Change the name of a job or its tags; None: as they are."""
+        body = {"job_name": name, "tags": tags, "add_tags": add_tags, "remove_tags": remove_tags}
+        return cast("JobRow", self._ask("PATCH", _job(id), body=body))
 
     def more(self, id: str, epochs: int, *, key: str | None = None) -> JobRow:
         """Let a completed job train for more epochs; with a key it may be sent again and adds nothing."""

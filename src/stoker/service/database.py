@@ -300,7 +300,7 @@ def before(state: State) -> frozenset[State]:
 # clock.
 
 
-VERSION = 2
+VERSION = 3
 """Version of these tables; `STEPS` migrates every earlier one."""
 METADATA = MetaData()
 """Every table of the service; other modules add theirs here."""
@@ -315,6 +315,21 @@ class Real(TypeDecorator[float]):
     def process_result_value(self, value: float | None, dialect: Dialect) -> float | None:
         """See the class."""
         return None if value is None else float(value)
+
+
+class Tags(TypeDecorator[list[str]]):
+    """Tags as one text, with a line for each and a line break at both ends, so that LIKE finds each."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Sequence[str] | None, dialect: Dialect) -> str:
+        """See the class."""
+        return "\n{}\n".format("\n".join(value)) if value else ""
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> list[str]:
+        """See the class."""
+        return value.strip("\n").split("\n") if value else []
 
 
 _COUNTER = BigInteger().with_variant(Integer, "sqlite")  # SQLite increments only INTEGER
@@ -354,9 +369,11 @@ JOBS = Table(
     Column("checkpoint", Text),
     Column("error", Text),
     Column("exit_code", Integer),
+    Column("tags", Tags, nullable=False, server_default=""),
     CheckConstraint("state IN ({})".format(", ".join(f"'{state}'" for state in State)), name="known_state"),
     CheckConstraint("kind IN ('training', 'generation')", name="known_kind"),
     Index("jobs_by_state", "state", "number"),
+    Index("jobs_by_tags", "tags"),
     sqlite_autoincrement=True,
 )
 """One row per job. `attempt` counts how often a worker took it, and is part of every change by a worker.
@@ -675,7 +692,13 @@ def _without_leases(connection: sa.Connection) -> None:
     connection.execute(META.delete().where(META.c.name == "boot"))
 
 
-STEPS: Mapping[int, Callable[[sa.Connection], None]] = MappingProxyType({1: _without_leases})
+def _with_tags(connection: sa.Connection) -> None:
+    """Migrate version 2 to 3: jobs have tags."""
+    connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN tags TEXT DEFAULT '' NOT NULL"))
+    connection.execute(sa.text("CREATE INDEX jobs_by_tags ON jobs (tags)"))
+
+
+STEPS: Mapping[int, Callable[[sa.Connection], None]] = MappingProxyType({1: _without_leases, 2: _with_tags})
 """Migration from a version to the next."""
 
 
@@ -753,6 +776,7 @@ KINDS = frozenset(
         "pausing",
         "paused",
         "resumed",
+        "changed",
         "cancelling",
         "cancelled",
         "completed",
@@ -762,7 +786,7 @@ KINDS = frozenset(
 )
 """`queued` is written at creation and when a lost job goes back, `claimed` by a worker. `started` is written
 by the job's process once it trains, `stall` every few seconds from then on, `resumed` by `resume` and
-`extend`."""
+`extend`, `changed` by a new name or other tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

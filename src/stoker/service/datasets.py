@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.plugins import load_extension
 from stoker.schema import Json
-from stoker.service.database import DATASETS, ENDED_STATES, JOBS, Database, State
+from stoker.service.database import DATASETS, ENDED_STATES, JOBS, WAITING_STATES, Database, State
+from stoker.service.jobs import Job
 from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
@@ -137,6 +138,22 @@ class Dataset:
 _FIELDS = tuple(DATASETS.c[field.name] for field in fields(Dataset))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetWait:
+    """A data set that a job waits for, and the job that generates it."""
+
+    id: str
+    name: str
+    job: str
+    job_name: str
+    job_state: State
+
+
+def waits_for_data(job: Job) -> bool:
+    """Return True if a job may wait for data: a worker looks every few seconds whether it is there."""
+    return job.kind == "training" and job.epoch == 0 and job.state in WAITING_STATES | {State.RUNNING}
+
+
 class Datasets:
     """The data sets of a service.
 
@@ -242,6 +259,32 @@ class Datasets:
         """
         with self._database.reading() as connection:
             return [self._as_allowed(one) for one in _found(self._database, connection, ids)]
+
+    def generated_for(self, jobs: Sequence[Job]) -> dict[str, list[DatasetWait]]:
+        """Return the data sets that jobs wait for, since other jobs still generate them, by waiting job."""
+        named = {key for job in jobs for key in job.dataset_ids if waits_for_data(job)}
+        if not named:
+            return {}
+        maker = JOBS.c.key.startswith(sa.literal("make ") + DATASETS.c.id + " ")
+        query = sa.select(DATASETS.c.id, DATASETS.c.name, JOBS.c.id, JOBS.c.name, JOBS.c.state).where(
+            sa.or_(DATASETS.c.id.in_(named), DATASETS.c.name.in_(named)),
+            DATASETS.c.health == "making",
+            JOBS.c.kind == "generation",
+            JOBS.c.state.not_in(tuple(ENDED_STATES)),
+            maker,
+        )
+        with self._database.reading() as connection:
+            found = [
+                (id, DatasetWait(id=id, name=name, job=job, job_name=job_name, job_state=State(state)))
+                for id, name, job, job_name, state in connection.execute(query)
+            ]
+        by_key = {wait.name: wait for _, wait in found} | dict(found)
+        waits = {
+            job.id: [by_key[id] for id in job.dataset_ids if id in by_key]
+            for job in jobs
+            if waits_for_data(job)
+        }
+        return {id: some for id, some in waits.items() if some}
 
     def check_access(self, dataset: Dataset) -> None:
         """Refuse a data set that the service may not read since this start; errors as `DataAccess.check`."""

@@ -45,6 +45,23 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 )
 """Fields of the earlier service without an effect here, and why."""
 
+
+class JobFieldError(ConfigError):
+    """Raised for fields of a job's configuration that do not fit each other or the data; names each."""
+
+    def __init__(self, *args: object, hint: str = "", fields: Sequence[tuple[str, Problem]] = ()) -> None:
+        super().__init__(*args, hint=hint)
+        self.fields = tuple(fields)
+        """Fields of `JobConfig`, as `seed` or `settings.model.width`, and what is wrong with each."""
+
+    @classmethod
+    def of_fields(cls, wrong: Sequence[tuple[str, Problem]]) -> JobFieldError:
+        """Return the error for some fields, a line each."""
+        error = cls.of_all([problem for _, problem in wrong])
+        error.fields = tuple(wrong)
+        return error
+
+
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
@@ -98,7 +115,7 @@ class JobConfig(BaseModel):
     """The rate after the warmup: falls to a hundredth, or stays."""
     warmup_epochs: Count = 5
     """Epochs over which the rate rises; at most half of all."""
-    early_stop_patience: Annotated[int, Field(ge=0, le=100, strict=True)] = 20
+    early_stop_patience: Annotated[int, Field(ge=0, le=100, strict=True, validate_default=True)] = 20
     """Epochs without a better validation loss before training ends; 0: never."""
     early_stop_delta: NotNegative = 1e-3
     """How much lower a validation loss must be to count as better."""
@@ -149,15 +166,15 @@ class JobConfig(BaseModel):
             raise ConfigError("a data set is named twice", hint="Name each once")
         return value
 
-    @model_validator(mode="after")
-    def _has_validation(self) -> JobConfig:
-        if self.validation_split == 0 and self.early_stop_patience:
+    @field_validator("early_stop_patience")
+    @classmethod
+    def _has_validation(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("validation_split") == 0 and value:
             raise ConfigError(
-                f"validation_split is 0, so early_stop_patience={self.early_stop_patience} has no loss to "
-                "watch",
+                f"validation_split is 0, so early_stop_patience={value} has no loss to watch",
                 hint="Give early_stop_patience=0, or a validation_split above 0",
             )
-        return self
+        return value
 
     @property
     def warmup(self) -> float:
@@ -226,22 +243,26 @@ def check(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
         config: The configuration.
         datasets: Its data sets in the form of `datasets.describe`.
     Raises:
-        ConfigError: They do not fit; has one line per reason.
+        JobFieldError: They do not fit; has one line per reason.
     """
     kinds = sorted({str(one["kind"]) for one in datasets})
     if len(kinds) != 1:
-        raise ConfigError(
+        several = Problem(
             f"the data sets are of kinds {', '.join(kinds) or 'none'}",
-            hint="Expected one kind: train on each in a job of its own",
+            "Expected one kind: train on each in a job of its own",
         )
+        raise JobFieldError.of_fields([("dataset_ids", several)])
     kind = kinds[0]
     if kind not in NETWORKS:
-        raise ConfigError(
-            f"data sets of kind {kind!r} cannot be trained on", hint=f"Known are {', '.join(NETWORKS)}"
+        unknown = Problem(
+            f"data sets of kind {kind!r} cannot be trained on", f"Known are {', '.join(NETWORKS)}"
         )
+        raise JobFieldError.of_fields([("dataset_ids", unknown)])
     wrong = [*_wrong_fields(config, kind), *_wrong_sets(config, kind, datasets)]
+    if kind == "images":
+        wrong += _wrong_images(config.settings)
     if wrong:
-        raise ConfigError.of_all(wrong)
+        raise JobFieldError.of_fields(wrong)
     return kind
 
 
@@ -256,7 +277,7 @@ def settings_of(
         run_dir: The job's folder.
         epochs: Epochs in total, more than `config.epochs` if the job was extended.
     Raises:
-        ConfigError: They do not fit each other, or a value is invalid.
+        JobFieldError: They do not fit each other, or a value of `settings` is invalid.
     """
     kind = check(config, datasets)
     spec: Mapping[str, Any] = datasets[0]["spec"]
@@ -271,11 +292,25 @@ def settings_of(
     for name, value in settings.items():
         for text in texts_in(value):
             if "${" in text:
-                raise ConfigError(
+                refused = Problem(
                     f"the job: {name} {text[:80]!r} holds '${{', which is refused here",
-                    hint="Write the value itself",
+                    "Write the value itself",
                 )
-    return make_config(settings, where="the job")
+                raise JobFieldError.of_fields([(f"settings.{name}", refused)])
+    try:
+        return make_config(settings, where="the job")
+    except ConfigError as error:
+        wrong = [*_wrong_settings(config.settings)] or [("settings", error.problem)]
+        raise JobFieldError(error.problem.fact, hint=error.problem.hint, fields=wrong) from None
+
+
+def _wrong_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Problem]]:
+    """Yield the settings that are wrong each alone, whatever the others are."""
+    for name, value in settings.items():
+        try:
+            make_config({name: value}, where="the job")
+        except ConfigError as error:
+            yield f"settings.{name}", error.problem
 
 
 def splits_of(config: JobConfig) -> tuple[str, ...]:
@@ -335,8 +370,36 @@ def _images(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[s
         "data.task": _task(one),
         "data.root": one["spec"]["path"],
         "data.images.annotations": "folder",
-        "data.images.size": [64, 64],
+        "data.images.size": [*IMAGE_SIZE],
     }
+
+
+IMAGE_SIZE = (64, 64)
+"""Height and width of images unless `data.images.size` says otherwise."""
+MAX_IMAGE_SIDE = 1024
+"""Pixels: a batch of the largest images has to fit in memory with all that a network makes of it."""
+
+
+def _wrong_images(settings: Mapping[str, Any]) -> Iterator[tuple[str, Problem]]:
+    """Yield settings of images that the network cannot train on, which would show at the start of the job."""
+    size = settings.get("data.images.size", [*IMAGE_SIZE])
+    sides = size if isinstance(size, list) and len(size) == 2 else [None]
+    if any(type(side) is not int or not 1 <= side <= MAX_IMAGE_SIDE for side in sides):
+        yield (
+            "settings.data.images.size",
+            Problem(
+                f"settings: data.images.size is {size!r}",
+                f"Expected [height, width], each a whole number from 1 to {MAX_IMAGE_SIDE}",
+            ),
+        )
+    if settings.get("data.images.fit") == "short":
+        yield (
+            "settings.data.images.fit",
+            Problem(
+                "settings: data.images.fit is 'short', which leaves images of several sizes",
+                "Expected stretch or letterbox",
+            ),
+        )
 
 
 _OF_DATA = {"radio": _radio, "hdf5": _hdf5, "images": _images}
@@ -352,39 +415,39 @@ def _task(dataset: Mapping[str, Any]) -> str:
     return f"{'generated' if stem == id else plain[:40].strip('_-') or 'data'}-{id[:8]}"
 
 
-def _wrong_fields(config: JobConfig, kind: str) -> Iterator[Problem]:
+def _wrong_fields(config: JobConfig, kind: str) -> Iterator[tuple[str, Problem]]:
     fields = type(config).model_fields
     for name, why in UNUSED_FIELDS[kind].items():
         value, default = getattr(config, name), fields[name].default
         if value != default:
-            yield Problem(
-                f"{name}={value!r} has no effect on {kind} data: {why}",
-                f"Leave it out, or give its default {default!r}",
-            )
+            fact = f"{name}={value!r} has no effect on {kind} data: {why}"
+            yield name, Problem(fact, f"Leave it out, or give its default {default!r}")
     network = config.model_architecture
     if network not in (None, NETWORKS[kind]):
-        yield Problem(
-            f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}",
-            "Leave it out",
-        )
+        fact = f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}"
+        yield "model_architecture", Problem(fact, "Leave it out")
     allowed = SETTINGS.get(kind, ())
     for name in config.settings if allowed else ():
         if name not in allowed:
             near = nearest(name, allowed)
             hint = f"Did you mean {near}?" if near else f"Allowed are {', '.join(allowed)}"
-            yield Problem(f"settings: {name!r} cannot be set by a job", hint)
+            yield f"settings.{name}", Problem(f"settings: {name!r} cannot be set by a job", hint)
 
 
-def _wrong_sets(config: JobConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+def _wrong_sets(
+    config: JobConfig, kind: str, datasets: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Problem]]:
     specs: list[Mapping[str, Any]] = [one["spec"] for one in datasets]
     if kind != "radio" and len(datasets) > 1:
-        yield Problem(f"{len(datasets)} data sets of kind {kind} are named", "Expected one, of one folder")
+        fact = f"{len(datasets)} data sets of kind {kind} are named"
+        yield "dataset_ids", Problem(fact, "Expected one, of one folder")
     if kind == "radio" and len({(spec["url"], spec["table"]) for spec in specs}) > 1:
-        yield Problem("the data sets are in several databases", "Expected one: register them from there")
+        fact = "the data sets are in several databases"
+        yield "dataset_ids", Problem(fact, "Expected one: register them from there")
     if kind == "hdf5" and not config.validation_split:
-        yield Problem("validation_split=0: the operator needs a validation error", "Give one above 0")
+        fact = "validation_split=0: the operator needs a validation error"
+        yield "validation_split", Problem(fact, "Give one above 0")
     usual = type(config).model_fields["validation_split"].default
     if specs[0].get("named_splits") and config.validation_split != usual:
-        yield Problem(
-            f"validation_split={config.validation_split}: the data names its validation part", "Leave it out"
-        )
+        fact = f"validation_split={config.validation_split}: the data names its validation part"
+        yield "validation_split", Problem(fact, "Leave it out")

@@ -12,7 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -31,6 +31,7 @@ from stoker.service.database import (
     before,
 )
 from stoker.service.journal import SHOWN
+from stoker.service.listing import JobFilter, check_tags, condition, order
 from stoker.service.security import check_name
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Job:
     config: dict[str, Json]
     """The configuration as it was accepted."""
     dataset_ids: list[str]
+    tags: list[str]
+    """In alphabetical order."""
     created: float
     started: float | None
     """When a worker took it for the first time."""
@@ -116,6 +119,7 @@ class Jobs:
         epochs: int,
         kind: str = "training",
         dataset_ids: Sequence[str] = (),
+        tags: Sequence[str] = (),
         key: str | None = None,
         parent: str | None = None,
     ) -> tuple[Job, bool]:
@@ -123,12 +127,14 @@ class Jobs:
 
         Raises:
             ConflictError: The key belongs to a job with another body.
-            ConfigError: The name, key, kind or number of epochs is invalid.
+            ConfigError: The name, key, kind, a tag or the number of epochs is invalid.
             DegradedError: The database does not answer; with a key it is safe to try again.
         """
         _check(name=name, key=key, kind=kind, epochs=epochs)
         body = {"config": config, "name": name, "kind": kind, "dataset_ids": list(dataset_ids)}
         asked = {**body, "epochs": epochs, "parent": parent}
+        if tags:  # a key of an earlier version has a digest without tags
+            asked["tags"] = check_tags(tags)
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True, allow_nan=False).encode()).hexdigest()
         values = {**asked, "id": str(uuid.uuid4()), "key": key, "digest": digest, "state": State.QUEUED}
         made = (
@@ -144,8 +150,8 @@ class Jobs:
             there = sa.select(*_FIELDS, JOBS.c.digest).where(JOBS.c.key == key)
             row = connection.execute(there).mappings().one_or_none()
         if row is None:  # it was deleted between the two
-            return self.create(config, name=name, epochs=epochs, kind=kind, dataset_ids=dataset_ids, key=key,
-                               parent=parent)  # fmt: skip
+            return self.create(config, name=name, epochs=epochs, kind=kind, dataset_ids=dataset_ids,
+                               tags=tags, key=key, parent=parent)  # fmt: skip
         if row["digest"] != digest:
             raise ConflictError(
                 f"the idempotency key {key!r} belongs to job {row['id']}, which was asked for with another "
@@ -168,21 +174,28 @@ class Jobs:
         with self._database.reading() as connection:
             return connection.execute(sa.select(JOBS.c.number).where(JOBS.c.id == id)).first() is not None
 
-    def list(self, state: State | None = None, *, limit: int = 50, offset: int = 0) -> list[Job]:
-        """Return jobs in a state or in any, the newest first."""
-        query = sa.select(*_FIELDS).order_by(JOBS.c.number.desc()).limit(limit).offset(offset)
-        if state is not None:
-            query = query.where(JOBS.c.state == state)
+    def list(self, which: JobFilter | State | None = None, *, limit: int = 50, offset: int = 0) -> list[Job]:
+        """Return jobs of a filter or a state, or of all, in the order of the filter: the newest first."""
+        chosen = _filter(which)
+        ordered = order(chosen.sort, self._database.wall)
+        shown = (
+            sa.select(JOBS.c.number).where(condition(chosen)).order_by(*ordered).limit(limit).offset(offset)
+        )
+        query = sa.select(*_FIELDS).where(JOBS.c.number.in_(shown)).order_by(*ordered)
         with self._database.reading() as connection:
             return [job_of(row) for row in connection.execute(query).mappings()]
 
-    def count(self, state: State | None = None) -> int:
-        """Return the number of jobs in a state, or in any."""
-        query = sa.select(sa.func.count()).select_from(JOBS)
-        if state is not None:
-            query = query.where(JOBS.c.state == state)
+    def count(self, which: JobFilter | State | None = None) -> int:
+        """Return the number of jobs of a filter or a state, or of all."""
+        query = sa.select(sa.func.count()).select_from(JOBS).where(condition(_filter(which)))
         with self._database.reading() as connection:
             return connection.execute(query).scalar_one()
+
+    def tags(self) -> list[str]:
+        """Return the tags of all jobs, each once, in alphabetical order."""
+        query = sa.select(JOBS.c.tags).where(sa.type_coerce(JOBS.c.tags, sa.Text) > "").distinct()
+        with self._database.reading() as connection:
+            return sorted({tag for tags in connection.execute(query).scalars() for tag in tags})
 
     def counts(self) -> dict[State, int]:
         """Return the number of jobs in each state."""
@@ -299,6 +312,44 @@ class Jobs:
             )
         return job
 
+    def change(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        tags: Sequence[str] | None = None,
+        add_tags: Sequence[str] = (),
+        remove_tags: Sequence[str] = (),
+    ) -> Job:
+        """Change the name of a job or its tags, in any state; return it.
+
+        Args:
+            id: The job.
+            name: The new name; None: the same.
+            tags: All tags; None: those that it has.
+            add_tags: Tags to add to these.
+            remove_tags: Tags to take off; one that the job does not have is not an error.
+
+        Raises:
+            NotFoundError: The job does not exist.
+            ConfigError: The name or a tag is invalid, or there are too many tags.
+        """
+        own = (
+            sa.select(*_FIELDS).where(JOBS.c.id == id).with_for_update()
+        )  # the tags may depend on those read
+        with self._database.writing() as connection:
+            if (row := connection.execute(own).mappings().one_or_none()) is None:
+                raise _unknown(id)
+            job = job_of(row)
+            base = {*(job.tags if tags is None else tags), *add_tags} - {tag.strip() for tag in remove_tags}
+            changed = replace(job, name=job.name if name is None else name, tags=check_tags(base))
+            if changed != job:
+                _check(name=changed.name, key=None, kind=job.kind, epochs=job.epochs)
+                values = {"name": changed.name, "tags": changed.tags}
+                connection.execute(JOBS.update().where(JOBS.c.id == id).values(**values))
+                append(connection, self._database.wall, id, [("changed", values)])
+        return changed
+
     def delete(self, id: str) -> None:
         """Delete a job without a worker, with its metrics; the service removes its folder later.
 
@@ -393,8 +444,18 @@ class Jobs:
 def _found(connection: sa.Connection, id: str) -> Job:
     row = connection.execute(_ONE, {"id": id}).mappings().one_or_none()
     if row is None:
-        raise NotFoundError(f"job {id!r} does not exist", hint="`stoker job list` shows all jobs")
+        raise _unknown(id)
     return job_of(row)
+
+
+def _unknown(id: str) -> NotFoundError:
+    return NotFoundError(f"job {id!r} does not exist", hint="`stoker job list` shows all jobs")
+
+
+def _filter(which: JobFilter | State | None) -> JobFilter:
+    if isinstance(which, JobFilter):
+        return which
+    return JobFilter(states=frozenset() if which is None else frozenset({which}))
 
 
 def _refusal(job: Job, what: str, allowed: Sequence[State]) -> ConflictError:
@@ -453,7 +514,7 @@ class JobAttempt:
     job: Job
     """As it was when the worker took it."""
     number: int
-    """Increases with each attempt at the job."""
+    """Increases with each attempt at the job that began."""
     position: int
     """Bytes of the job's `events.jsonl` that are already in the database."""
 
@@ -580,7 +641,9 @@ class JobQueue:
             self._store(connection, attempt.job.id, lines, then=(outcome.state.value, told))
         return job_of(row)
 
-    def give_back(self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
+    def give_back(
+        self, attempt: JobAttempt, why: str, *, lost: bool, wait_s: float = 0.0, began: bool = True
+    ) -> Job:
         """Give back a job that continues later, or carry out a pending request; return the job.
 
         Args:
@@ -588,12 +651,13 @@ class JobQueue:
             why: For the events.
             lost: Whether the attempt failed; after `AttemptPolicy.max_losses` in a row the job fails.
             wait_s: Seconds before another worker may take it.
+            began: False if no process was started; then it does not count as an attempt.
 
         Raises:
             LostAttemptError: Another attempt began, or the job has ended.
         """
         with self._database.writing() as connection:
-            row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s)
+            row = self._let_go(connection, _of(attempt), why, lost=lost, wait_s=wait_s, began=began)
             if row is None:
                 raise _lost(attempt)
         return job_of(row)
@@ -644,6 +708,7 @@ class JobQueue:
         *,
         lost: bool,
         wait_s: float = 0.0,
+        began: bool = True,
     ) -> sa.RowMapping | None:
         """End an attempt without a result; the same UPDATE decides on the next state."""
         database, retry = self._database, self.retry
@@ -665,6 +730,8 @@ class JobQueue:
             .values(
                 state=to,
                 losses=losses,
+                attempt=JOBS.c.attempt - int(not began),
+                started=JOBS.c.started if began else sa.case((JOBS.c.attempt > 1, JOBS.c.started)),
                 not_before=database.wall + wait,
                 message=why,
                 error=sa.case((spent, error), else_=JOBS.c.error),

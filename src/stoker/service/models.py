@@ -30,7 +30,8 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.service.database import State
-from stoker.service.job_config import JobConfig
+from stoker.service.job_config import JobConfig, JobFieldError
+from stoker.service.listing import MAX_TAGS, TAG_LENGTH, check_tags
 from stoker.service.security import check_name, wants_page
 from stoker.units import format_few
 
@@ -47,6 +48,13 @@ Epochs = Annotated[
 ]
 
 
+Tags = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=TAG_LENGTH)], ...],
+    Field(max_length=MAX_TAGS, description="Short texts without commas, to find jobs by."),
+    AfterValidator(check_tags),
+]
+
+
 class JobRequest(BaseModel):
     """A training job to make."""
 
@@ -55,11 +63,24 @@ class JobRequest(BaseModel):
         str, Field(default="training", min_length=1, max_length=200), AfterValidator(check_name)
     ]
     config: JobConfig
+    tags: Tags = ()
     description: str | None = Field(
         default=None,
         max_length=4000,
         description="Accepted from earlier clients and not stored; a header says so.",
     )
+
+
+class JobChange(BaseModel):
+    """A new name of a job, other tags, or both."""
+
+    model_config = ConfigDict(extra="forbid")
+    job_name: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(check_name)] | None = Field(
+        default=None, description="Null: the same name."
+    )
+    tags: Tags | None = Field(default=None, description="All tags of the job; null: those that it has.")
+    add_tags: Tags = Field(default=(), description="Tags to add.")
+    remove_tags: Tags = Field(default=(), description="Tags to remove; it may lack them.")
 
 
 class MoreEpochs(BaseModel):
@@ -81,6 +102,7 @@ class JobOut(BaseModel):
     completed_at: str | None
     config: dict[str, Any]
     dataset_ids: list[str]
+    tags: list[str]
     current_epoch: int
     total_epochs: int
     progress_percent: float
@@ -129,7 +151,7 @@ class JobList(BaseModel):
     """A page of jobs, the newest first."""
 
     jobs: list[JobOut]
-    total: int = Field(description="Of this status, or of all.")
+    total: int = Field(description="Of the search, or of all.")
     limit: int
     offset: int
 
@@ -297,6 +319,9 @@ def install(app: FastAPI, *, page: Callable[[Request, int, str, str], Response])
         body = (
             error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
         )
+        if isinstance(error, JobFieldError):
+            fields = [{"path": f"config.{name}", "problem": str(why)} for name, why in error.fields]
+            body["fields"] = fields
         return answer(request, status, body, {"Retry-After": "2"} if status in (503, 504) else {})
 
     def of_fields(request: Request, error: Exception) -> Response:
@@ -324,6 +349,7 @@ def status_of(error: Exception) -> int:
 
 def _wrong_request(request: Request, error: Exception) -> dict[str, Any]:
     """Return the body of the answer to a request with wrong fields."""
+
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
         FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))

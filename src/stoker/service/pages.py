@@ -37,8 +37,9 @@ from stoker.service.api import (
     list_caches,
     why,
 )
-from stoker.service.database import WAITING_STATES, State
+from stoker.service.database import WAITING_STATES
 from stoker.service.jobs import Job
+from stoker.service.listing import SORT_LABELS
 from stoker.service.models import FileOut, JobRequest, error_body, status_of
 from stoker.service.security import SESSION_S, wants_page
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
@@ -50,21 +51,29 @@ from stoker.service.views import (
     actions,
     charts,
     charts_by_quantity,
+    column_heads,
+    dataset_label,
     differences,
     expected_stall,
     figures,
+    filter_of,
     flat,
     form_fields,
     is_live,
     left_s,
+    list_link,
     outcomes,
+    query_of,
     run_of,
+    settings_fields,
     similar_job,
     spark,
+    state_chips,
     thinned,
     tier_bar,
     tier_parts,
     times,
+    took,
 )
 from stoker.units import format_seconds
 
@@ -74,6 +83,7 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
 )
 _TEMPLATES.filters |= FILTERS
+_TEMPLATES.globals.update(took=took)
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """Matches a path of this service, but nothing that a browser would take for another site."""
 
@@ -237,7 +247,6 @@ class PageRoute(APIRoute):
 
 
 router = APIRouter(include_in_schema=False, route_class=PageRoute)
-Status = Annotated[State | None, Query()]
 PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 
 
@@ -250,30 +259,41 @@ def problem(request: Request, status: int, fact: str, hint: str = "") -> Respons
 
 
 @router.get("/")
-def show_jobs(
-    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
-) -> Response:
-    """Return all jobs, the newest first."""
+def show_jobs(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
+    """Return the jobs of a filter (`views.filter_of`), the newest first."""
     events = services.outbox.newest()
-    return page(request, "jobs.html", title="Jobs", events=events, **_jobs(services, status, number))
+    return page(
+        request, "jobs.html", title="Jobs", events=events, sorts=SORT_LABELS.items(),
+        all_tags=services.jobs.tags(), datasets=services.datasets.list(limit=500),
+        **_jobs(request, services, number),
+    )  # fmt: skip
 
 
 @router.get("/parts/jobs")
-def part_jobs(
-    request: Request, services: ServicesDep, status: Status = None, number: PageNumber = 1
-) -> Response:
+def part_jobs(request: Request, services: ServicesDep, number: PageNumber = 1) -> Response:
     """Return the table of `show_jobs`."""
-    return page(request, "parts/jobs.html", **_jobs(services, status, number))
+    return page(request, "parts/jobs.html", **_jobs(request, services, number))
 
 
 @router.get("/jobs/new")
-def show_form(request: Request, services: ServicesDep, dataset: str | None = None) -> Response:
-    """Return the form to submit a job."""
-    first, more = form_fields()
+def show_form(
+    request: Request, services: ServicesDep, dataset: str | None = None, clone: str | None = None
+) -> Response:
+    """Return the form to submit a job; with `clone` it has the settings of that job."""
+    origin = None if clone is None else services.jobs.get(clone)
+    if origin is not None and origin.kind != "training":
+        raise ConfigError(
+            f"{origin.name} generates a data set and cannot be cloned", hint="Generate another data set"
+        )
+    values = dict[str, Any](origin.config if origin else {})
     known = services.datasets.list(limit=500)
-    chosen = dataset or (known[0].id if known else None)
+    chosen = origin.dataset_ids if origin else [dataset or (known[0].id if known else "")]
+    first, more = form_fields({**values, "epochs": origin.epochs} if origin else {})
+    settings = settings_fields(values.get("settings") or {}, encoders=bool(services.access.encoders))
     return page(
-        request, "new.html", title="New job", first=first, more=more, datasets=known, chosen=chosen
+        request, "new.html", title="New job", first=first, more=more, settings=settings, origin=origin,
+        datasets=[(one, dataset_label(one)) for one in known], chosen=[*chosen],
+        is_gone=bool(origin) and not {one.id for one in known} >= {*chosen},
     )  # fmt: skip
 
 
@@ -515,13 +535,19 @@ def _machine_timeline(services: Services, seconds: int) -> dict[str, Any]:
     return {"timeline": drawn, "summary": found.summary, "phases_said": [*PHASES.items()], "seconds": seconds}
 
 
-def _jobs(services: Services, status: State | None, number: int) -> dict[str, Any]:
-    found = services.jobs.list(status, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
+def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
+    which = filter_of(request.query_params.multi_items())
+    found = services.jobs.list(which, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
     lines = {job.id: spark(_recent(services, job.id, job.epoch)) for job in found}
-    total = services.jobs.count(status)
+    total, counts = services.jobs.count(which), services.jobs.counts()
+    tags = {tag: list_link(which, tags=(*which.tags, tag)) for job in found for tag in job.tags}
     return {
-        "jobs": found, "lines": lines, "only": status, "states": list(State), "number": number,
-        "total": total, "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
+        "jobs": found, "waits": services.datasets.generated_for(found), "lines": lines, "which": which,
+        "chips": state_chips(which, counts),
+        "heads": column_heads(which), "tag_links": tags, "every_state": list_link(which, states=frozenset()),
+        "newer": list_link(which, number - 1), "older": list_link(which, number + 1),
+        "query": query_of(which, number), "number": number, "total": total, "every_job": sum(counts.values()),
+        "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 
 
@@ -546,8 +572,9 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     now = time.time()
     rows = services.jobs.metrics(job.id, limit=PACE_EPOCHS, after=max(0, job.epoch - PACE_EPOCHS))
     ahead = services.jobs.waiting_before(job.id) if job.state in WAITING_STATES else 0
+    waits = services.datasets.generated_for([job]).get(job.id, [])
     return {
-        "times": times(job, ahead, left_s(job, rows, started, now), now),
+        "times": [] if waits else times(job, ahead, left_s(job, rows, started, now), now), "waits": waits,
         "job": job, "actions": actions(job), "live": is_live(job), "now": now,
         "tiers": tier_bar(started), "told": told, "newest": rows[-1] if rows else {},
     }  # fmt: skip

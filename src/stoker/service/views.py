@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlencode
 
+from stoker.config.names import all_settings
+from stoker.errors import NotFoundError
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
-from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
-from stoker.service.jobs import Job
+from stoker.service.datasets import Dataset
+from stoker.service.job_config import (
+    IMAGE_SIZE,
+    MAX_IMAGE_SIDE,
+    SETTINGS,
+    UNUSED_FIELDS,
+    WITHOUT_EFFECT,
+    JobConfig,
+)
+from stoker.service.jobs import KINDS, Job
+from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
 from stoker.service.services import Services
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.service.listing import Sort
 
 PACE_EPOCHS = 6
 """Last epochs that tell how long the others take."""
@@ -36,7 +52,25 @@ CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
 )
 """Title, unit, and lines: name in a row of metrics, label and factor."""
+BRIEF_STATES = frozenset({State.PENDING, State.PAUSING, State.CANCELLING})
+"""States of a moment."""
+COLUMNS: tuple[tuple[str, str | None, bool], ...] = (
+    ("Job", "name", False), ("State", "state", False), ("Progress", None, False), ("Loss", None, True),
+    ("Best", "loss", True), ("Trend", None, False), ("Stall", None, True), ("Tier", None, False),
+    ("Duration", "-duration", True), ("Created", "-created", True),
+)  # fmt: skip
+"""Columns of the list of jobs: label, order of its first click, and whether it has numbers."""
 TIERS = ("device", "host", "disk", "encode")
+KIND_LABELS: Mapping[str, str] = MappingProxyType(
+    {"radio": "radio rows", "hdf5": "simulations", "images": "images"}
+)
+IMAGE_TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "data.images.size": f"[height, width] of images, each a whole number from 1 to {MAX_IMAGE_SIDE}.",
+        "data.images.fit": "How an image is brought to that size: stretch or letterbox.",
+    }
+)
+"""Meaning of settings that take less in a job than in docs/reference/config.md."""
 FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
 """Fields of the form that are visible at first."""
 
@@ -58,14 +92,17 @@ class FormField:
     """One setting of a new job."""
 
     name: str
+    """As in `JobConfig`; a member of `settings` as `settings.model.width`."""
+    label: str
     about: str
     kind: str
-    """`number`, `integer`, `boolean`, `choice`, `text`, `list` or `object`."""
+    """`number`, `integer`, `boolean`, `choice`, `text`, `list`, or `setting`: JSON or else text."""
     value: Any
+    default: str = ""
+    """Of a member of `settings`: shown while the field is empty."""
     choices: tuple[str, ...] = ()
     lowest: float | None = None
     highest: float | None = None
-    needed: bool = False
     kinds: tuple[str, ...] = ()
     """Kinds of data sets that it applies to; empty: all."""
 
@@ -73,6 +110,105 @@ class FormField:
 def actions(job: Job) -> list[tuple[str, str]]:
     """Return the actions that a job allows now: the end of the address and the label of the button."""
     return [(name, words) for name, words, states in ACTIONS if job.state in states]
+
+
+FILTER_NAMES = frozenset({"q", "status", "kind", "dataset", "tag", "sort"})
+"""Parts of the address of a list of jobs, the same as of `GET /jobs`."""
+
+
+def filter_of(pairs: Sequence[tuple[str, str]]) -> JobFilter:
+    """Return the filter in an address; a part without a value, as an empty field of a form, is left out.
+
+    Raises:
+        NotFoundError: A value is not one of those that exist.
+    """
+    given = {name: [value for key, value in pairs if key == name and value] for name in FILTER_NAMES}
+    last = {name: values[-1] for name, values in given.items() if values}
+    kind, sort = last.get("kind"), last.get("sort", NEWEST)
+    known = kind in (None, *KINDS) and sort in SORTS and all(state in [*State] for state in given["status"])
+    if not known:
+        raise NotFoundError("nothing is at this address", hint="See the list of jobs")
+    return JobFilter(
+        text=last.get("q", "")[:200], states=frozenset(map(State, given["status"])), kind=kind,
+        dataset=last.get("dataset"), tags=tuple(dict.fromkeys(given["tag"]))[:MAX_TAGS],
+        sort=cast("Sort", sort),
+    )  # fmt: skip
+
+
+def query_of(which: JobFilter, number: int = 1) -> str:
+    """Return a filter and the number of a page as the query of an address; empty for all jobs.
+
+    >>> query_of(JobFilter(text="a b", states=frozenset({State.QUEUED}), sort="loss"), 2)
+    'q=a+b&status=queued&sort=loss&number=2'
+    """
+    states = [state.value for state in State if state in which.states]
+    single = {"q": which.text, "kind": which.kind, "dataset": which.dataset}
+    sort = None if which.sort == NEWEST else which.sort
+    parts = {**single, "sort": sort, "number": number if number > 1 else None}
+    pairs = {"q": parts.pop("q"), "status": states, "tag": [*which.tags], **parts}
+    return urlencode({name: value for name, value in pairs.items() if value}, doseq=True)
+
+
+def list_link(which: JobFilter, number: int = 1, **changes: Any) -> str:
+    """Return the address of the list of a filter with changes."""
+    query = query_of(replace(which, **changes), number)
+    return f"/?{query}" if query else "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChip:
+    """A state in the filter of the list; its link adds it, or takes it away."""
+
+    name: str
+    count: int
+    is_on: bool
+    href: str
+
+
+def state_chips(which: JobFilter, counts: Mapping[State, int]) -> list[StateChip]:
+    """Return the states to filter by; those of a moment only while a job is in them."""
+    shown = [one for one in State if counts[one] or one in which.states or one not in BRIEF_STATES]
+    return [
+        StateChip(
+            name=one.value, count=counts[one], is_on=one in which.states,
+            href=list_link(which, states=which.states ^ {one}),
+        )
+        for one in shown
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnHead:
+    """The head of a column of the list."""
+
+    label: str
+    is_number: bool
+    href: str | None
+    """Sorts by this column; None: it cannot be sorted by."""
+    direction: str | None
+    """`ascending` or `descending` if the list is sorted by it."""
+
+
+def column_heads(which: JobFilter) -> list[ColumnHead]:
+    """Return the heads of the list: a link sorts by its column, a second click the other way."""
+    return [_head(which, *column) for column in COLUMNS]
+
+
+def _head(which: JobFilter, label: str, sort: str | None, is_number: bool) -> ColumnHead:
+    if sort is None:
+        return ColumnHead(label=label, is_number=is_number, href=None, direction=None)
+    name = sort.removeprefix("-")
+    direction = {name: "ascending", f"-{name}": "descending"}.get(which.sort)
+    if direction:
+        sort = name if which.sort.startswith("-") else f"-{name}"
+    return ColumnHead(label=label, is_number=is_number, href=list_link(which, sort=sort), direction=direction)
+
+
+def took(job: Job, now: float) -> str:
+    """Return the time from the start of a job to its end, or to now while it runs."""
+    if job.started is None or (job.ended is None and job.state not in HELD_STATES):
+        return "–"
+    return format_seconds(max(0.0, (job.ended or now) - job.started))
 
 
 def tone(state: State) -> str:
@@ -294,34 +430,108 @@ def _figure(value: Any) -> str:
     return format_count(value) if isinstance(value, int) else number(value)
 
 
-def form_fields() -> tuple[list[FormField], list[FormField]]:
-    """Return the settings of a new job that have an effect: the visible ones, and the others."""
+LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        "dataset_ids": "Data set",
+        "epochs": "Epochs",
+        "batch_size": "Batch size",
+        "learning_rate": "Learning rate",
+        "preload_to_gpu": "Keep data on the GPU",
+        "num_workers": "Workers",
+        "validation_split": "Validation split",
+        "weight_decay": "Weight decay",
+        "dropout_rate": "Dropout",
+        "lr_scheduler": "Learning rate schedule",
+        "warmup_epochs": "Warmup epochs",
+        "early_stop_patience": "Early stopping patience",
+        "early_stop_delta": "Early stopping minimum delta",
+        "max_grad_norm": "Gradient clipping",
+        "accelerator": "Device",
+        "min_snr_db": "Minimum SNR (dB)",
+        "max_gdop": "Maximum GDOP",
+        "max_receivers": "Maximum receivers",
+        "seed": "Seed",
+    }
+)
+"""Labels of the fields of `JobConfig` in the form of a new job."""
+NOT_OFFERED = frozenset({"model_architecture", "settings"})
+"""Fields of `JobConfig` that the form lacks: the data decides on one, the other has a field per name."""
+
+
+def form_fields(values: Mapping[str, Any]) -> tuple[list[FormField], list[FormField]]:
+    """Return the settings of a new job that have an effect: the visible ones, and the others.
+
+    Args:
+        values: Settings to begin with, as those of another job; the rest has its default values.
+    """
     schema = JobConfig.model_json_schema()
     found = {
-        name: _form_field(name, spec, name in schema.get("required", ()))
+        name: _form_field(name, spec, values.get(name, spec.get("default")))
         for name, spec in schema["properties"].items()
-        if name not in WITHOUT_EFFECT
+        if name not in WITHOUT_EFFECT and name not in NOT_OFFERED
     }
     first = [found.pop(name) for name in FIRST_FIELDS]
     return first, list(found.values())
 
 
-def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
+def _form_field(name: str, spec: Mapping[str, Any], value: Any) -> FormField:
     kinds = [one for one in spec.get("anyOf", [spec]) if one.get("type") != "null"]
     chosen = kinds[0]
     kind = str(chosen.get("type", "text"))
     choices = tuple(str(one) for one in chosen.get("enum", ()))
     return FormField(
         name=name,
+        label=LABELS[name],
         about=str(spec.get("description", "")),
         kind="choice" if choices else {"array": "list", "string": "text"}.get(kind, kind),
-        value=spec.get("default"),
+        value=value,
         choices=choices,
         lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
         highest=chosen.get("maximum"),
-        needed=needed,
         kinds=kinds_of(name),
     )
+
+
+def settings_fields(values: Mapping[str, Any], *, encoders: bool) -> list[FormField]:
+    """Return the members of `settings` for each kind of data; an empty field keeps the default.
+
+    Args:
+        values: Settings to begin with.
+        encoders: True if the operator allowed encoders.
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, names in SETTINGS.items():
+        for name in names:
+            if encoders or name not in ("encoder.target", "encoder.arguments"):
+                kinds.setdefault(name, []).append(kind)
+    return [_settings_field(name, tuple(of), values) for name, of in kinds.items()]
+
+
+def _settings_field(name: str, kinds: tuple[str, ...], values: Mapping[str, Any]) -> FormField:
+    setting = all_settings()[name]
+    default = [*IMAGE_SIZE] if name == "data.images.size" else setting.default
+    about = IMAGE_TEXTS.get(name, f"{setting.text} Expected {setting.expects}.")
+    return FormField(
+        name=f"settings.{name}",
+        label=name,
+        about=about.replace("`", ""),
+        kind="setting",
+        value=_as_typed(values[name]) if name in values else "",
+        default=_as_typed(default),
+        kinds=kinds,
+    )
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def dataset_label(dataset: Dataset) -> str:
+    """Return a data set as a choice: its name, kind and size."""
+    samples = dataset.facts.get("samples")
+    size = format_count(samples, "sample") if isinstance(samples, int) else "size unknown"
+    state = ", being generated" if dataset.health == "making" else ""
+    return f"{dataset.name} ({KIND_LABELS[dataset.kind]}, {size}{state})"
 
 
 def kinds_of(field: str) -> tuple[str, ...]:
@@ -373,8 +583,21 @@ def ago(seconds: float) -> str:
     return f"{format_seconds(round(seconds))} ago"
 
 
+def roughly_ago(seconds: float) -> str:
+    """Return a time span as text in its largest unit.
+
+    >>> roughly_ago(7), roughly_ago(75), roughly_ago(7300), roughly_ago(200_000)
+    ('7 s ago', '1 min ago', '2 h ago', '2 days ago')
+    """
+    for size, unit in ((3600, "h"), (60, "min")):
+        if size <= seconds < 2 * 86400:
+            return f"{seconds // size:.0f} {unit} ago"
+    return ago(seconds)
+
+
 FILTERS = {
     "ago": ago,
+    "roughly_ago": roughly_ago,
     "utc": utc,
     "bytes": format_bytes,
     "count": format_count,

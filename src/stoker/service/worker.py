@@ -405,8 +405,8 @@ class JobWorker:
         try:
             datasets = self._describe(self._database, job.dataset_ids)
             if unmade := _being_made(job, datasets):
-                why = f"waits for data set {unmade}, which is being made"
-                self.queue.give_back(attempt, why, lost=False, wait_s=MADE_LOOK_S)
+                why = f"waits for data set {unmade}, which is being generated"
+                self.queue.give_back(attempt, why, lost=False, wait_s=MADE_LOOK_S, began=False)
                 return
             self.settings.access.check_settings(cast("dict[str, Json]", job.config.get("settings") or {}))
             folder.make()

@@ -2,7 +2,7 @@
 "use strict";
 
 const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "stall", "pausing", "paused", "resumed",
-  "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
+  "changed", "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
 const RETRY_MS = 3000;
 const POLL_MS = 1000;
 const NEWS_MS = 700;
@@ -341,19 +341,106 @@ if (scales) {
   });
 }
 
+// Parts of a page are not replaced by their new HTML: what differs is changed in place. So a click, a tick, the
+// focus, an open menu and a selection of text outlive an update. Children with an id are known by it.
+
+const OURS = ["open", "data-once", "aria-busy"]; // attributes that this script and the browser change
+
+function update(node, next) {
+  if (node.isEqualNode(next)) return;
+  if (node.nodeType !== Node.ELEMENT_NODE) {
+    node.data = next.data;
+    return;
+  }
+  for (const {name, value} of [...next.attributes]) if (!OURS.includes(name)) node.setAttribute(name, value);
+  for (const {name} of [...node.attributes]) if (!next.hasAttribute(name) && !OURS.includes(name)) node.removeAttribute(name);
+  updateChildren(node, next);
+}
+
+function updateChildren(node, next) {
+  const wanted = new Set([...next.children].map((child) => child.id));
+  for (const child of [...node.children]) if (child.id && !wanted.has(child.id)) child.remove();
+  const known = new Map([...node.children].filter((child) => child.id).map((child) => [child.id, child]));
+  let at = node.firstChild;
+  for (const child of [...next.childNodes]) {
+    let same = known.get(child.id);
+    if (same) {
+      while (at && at !== same && !at.id) { // what is left of removed ones: to move `same` would take its focus
+        const gone = at;
+        at = at.nextSibling;
+        gone.remove();
+      }
+    } else if (at && !at.id && !child.id && at.nodeName === child.nodeName) same = at;
+    if (!same) node.insertBefore(child, at);
+    else {
+      if (same === at) at = at.nextSibling;
+      else node.insertBefore(same, at);
+      if (same.nodeName === child.nodeName) update(same, child);
+      else same.replaceWith(child);
+    }
+  }
+  while (at) {
+    const gone = at;
+    at = at.nextSibling;
+    gone.remove();
+  }
+}
+
+// Where the focus goes when its element is gone: the nearest part around it that can have it, not the whole page.
+function keepFocus(part, change) {
+  const focused = document.activeElement;
+  const around = [];
+  if (part.contains(focused)) for (let one = focused.parentElement; one !== part.parentElement; one = one.parentElement) around.push(one);
+  change();
+  if (!around.length || document.activeElement === focused) return;
+  const home = focused.isConnected ? focused : around.find((one) => one.isConnected && one.hasAttribute("tabindex")) || part;
+  if (home === part && !part.hasAttribute("tabindex")) part.tabIndex = -1;
+  home.focus({preventScroll: true});
+}
+
+function renew(part, html) {
+  const fresh = document.createElement("template");
+  fresh.innerHTML = html;
+  keepFocus(part, () => updateChildren(part, fresh.content));
+  htmx.process(part);
+}
+
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const {requestConfig, target, serverResponse, shouldSwap} = event.detail;
+  if (requestConfig.verb !== "get" || !shouldSwap) return;
+  event.detail.shouldSwap = false;
+  const lines = target.querySelector("#lines");
+  if (lines) {
+    const {scrollTop: top, clientHeight, scrollHeight, textContent: text} = lines;
+    reading = {atEnd: top + clientHeight >= scrollHeight - 8, top, text};
+  }
+  renew(target, serverResponse);
+  const now = target.querySelector("#lines");
+  if (now) place(now);
+  if (target.id === "jobs") showTicked();
+});
+
 // Forms whose fields are sent as JSON: `config.epochs` is the member `epochs` of the member `config`.
 
 function valueOf(field) {
   const kind = field.dataset.kind;
   if (field.type === "checkbox") return field.checked;
+  if (kind === "tags") return field.value.split(",").map((tag) => tag.trim()).filter(Boolean);
   if (field.multiple) return [...field.selectedOptions].map((option) => option.value);
   const text = field.value.trim();
   if (text === "") return undefined;
   if (kind === "number" || kind === "integer") return Number(text) * Number(field.dataset.factor || 1);
   if (kind === "boolean") return text === "true";
   if (kind === "list") return text.split(/[\s,]+/);
-  if (kind === "object") return JSON.parse(text);
-  return text;
+  return field.dataset.setting ? jsonOrText(text) : text;
+}
+
+function jsonOrText(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
 }
 
 function bodyOf(form, pressed) {
@@ -362,11 +449,11 @@ function bodyOf(form, pressed) {
   for (const field of fields) {
     const value = field.disabled ? undefined : valueOf(field);
     if (value === undefined) continue;
-    const path = field.name.split(".");
+    const path = field.dataset.setting ? ["config", "settings", field.dataset.setting] : field.name.split(".");
     const last = path.pop();
     let at = body;
     for (const name of path) at = at[name] ||= {};
-    at[last] = value;
+    at[last] = Array.isArray(at[last]) ? [...new Set([...at[last], ...value])] : value;
   }
   return body;
 }
@@ -377,29 +464,45 @@ async function ask(address, method, body, headers = {}) {
     body: body === undefined ? undefined : JSON.stringify(body),
   });
   const kind = response.headers.get("content-type") || "";
-  const answer = kind.includes("json") ? await response.json() : {};
+  const answer = kind.includes("json") && response.status !== 204 ? await response.json() : {};
   return {status: response.status, ok: response.ok, answer, address: response.url};
 }
 
+// What is wrong with a field stands below it, belongs to it for screen readers, and goes when the field changes.
+function showFault(field, problem) {
+  const [input, place] = [field.querySelector("input, select"), field.querySelector(".fault")];
+  place.id ||= `fault-${input.id}`;
+  place.textContent = problem;
+  place.hidden = !problem;
+  const others = (input.getAttribute("aria-describedby") || "").split(" ").filter((id) => id && id !== place.id);
+  input.setAttribute("aria-describedby", [...others, ...(problem ? [place.id] : [])].join(" "));
+  if (problem) input.setAttribute("aria-invalid", "true");
+  else input.removeAttribute("aria-invalid");
+}
+
 function showFaults(form, fields) {
-  for (const fault of form.querySelectorAll(".fault")) fault.hidden = true;
+  const places = [...form.querySelectorAll("[data-path]")].filter((one) => !one.closest("[hidden]"));
+  for (const field of places) showFault(field, "");
   let left = 0;
   for (const {path, problem} of fields) {
-    const field = [...form.querySelectorAll("[data-path]")].find((one) => path.startsWith(one.dataset.path));
+    const field = places.find(({dataset}) => path === dataset.path || path.startsWith(`${dataset.path}.`));
     if (!field) {
       left += 1;
       continue;
     }
-    const place = field.querySelector(".fault");
-    place.textContent = problem;
-    place.hidden = false;
+    showFault(field, problem);
     const details = field.closest("details");
     if (details) details.open = true;
   }
-  const first = form.querySelector(".fault:not([hidden])");
-  if (first) first.closest("[data-path]").querySelector("input, select").focus();
+  const first = form.querySelector("[aria-invalid]");
+  if (first) first.focus();
   return left === 0 && fields.length > 0;
 }
+
+document.addEventListener("input", (event) => {
+  const field = event.target.closest("[data-path]");
+  if (field && event.target.hasAttribute("aria-invalid")) showFault(field, "");
+});
 
 // Fact and hint of a request that was refused, a line each.
 function why(answer) {
@@ -453,8 +556,8 @@ function cleaned(result) {
   const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
   const text = result.removed.length
     ? [result.dry_run ? `This would remove ${freed}; ${left}` : `Removed ${freed}; ${left}`, ...lines(result.removed)]
-    : [`Nothing ${result.dry_run ? "would go" : "went"}; ${left}`];
-  if (result.kept.length) text.push("These stay:", ...lines(result.kept));
+    : [`Nothing ${result.dry_run ? "would be" : "was"} removed; ${left}`];
+  if (result.kept.length) text.push("Kept:", ...lines(result.kept));
   if (!result.dry_run) {
     for (const {path} of result.removed) {
       const link = document.querySelector(`a[href="/caches/${path.split("/").slice(-2).join("/")}"]`);
@@ -474,20 +577,16 @@ document.addEventListener("submit", async (event) => {
   const form = event.target;
   if (!form.matches("[data-json]")) return;
   event.preventDefault();
+  if (form.getAttribute("aria-busy") === "true") return;
   const pressed = event.submitter;
   if (pressed && pressed.dataset.confirm && !confirm(pressed.dataset.confirm)) return;
   say("");
-  let body;
-  try {
-    body = bodyOf(form, pressed);
-  } catch (error) {
-    say(`a field is not JSON: ${error.message}`);
-    return;
-  }
+  const body = bodyOf(form, pressed);
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
-  if (pressed) pressed.disabled = true;
+  form.setAttribute("aria-busy", "true"); // not `disabled`, which takes the focus
   try {
-    const {ok, status, answer, address} = await ask(form.getAttribute("action"), "POST", body, headers);
+    const method = form.dataset.method || "POST";
+    const {ok, status, answer, address} = await ask(form.getAttribute("action"), method, body, headers);
     filled &&= !ok;
     if (status === 401) sessionEnded();
     else if (!ok) {
@@ -500,7 +599,7 @@ document.addEventListener("submit", async (event) => {
   } catch {
     say("the service does not answer. Is it still running?");
   } finally {
-    if (pressed) pressed.disabled = false;
+    form.removeAttribute("aria-busy");
   }
 });
 
@@ -512,7 +611,7 @@ function fit() {
   const kinds = [...sets.selectedOptions].map((option) => option.dataset.of);
   for (const field of document.querySelectorAll("[data-kinds]")) {
     field.hidden = kinds.length > 0 && !kinds.some((kind) => field.dataset.kinds.split(" ").includes(kind));
-    field.querySelector("input, select").disabled = field.hidden;
+    if (field.matches(".field")) field.querySelector("input, select").disabled = field.hidden;
   }
 }
 
@@ -524,6 +623,124 @@ if (sets && sets.selectedOptions) {
 // Forms that early.js has kept.
 document.removeEventListener("submit", keep);
 for (const [form, pressed] of early) form.requestSubmit(pressed);
+
+// The list of jobs: its filter, which the address keeps, and what is done with all selected jobs.
+
+const find = document.getElementById("find");
+const bulk = document.getElementById("bulk");
+const JOBS = "/api/v1/training/jobs";
+const BULK = {pause: "Paused", resume: "Resumed", cancel: "Canceled", delete: "Deleted", tag: "Tagged"};
+const LOST = {cancel: "Their checkpoints stay.", delete: "Their metrics, logs and checkpoints are lost. Caches stay."};
+let typing = 0;
+let working = Promise.resolve();
+
+function picked() {
+  return [...document.querySelectorAll("#jobs input[name=ids]:checked")];
+}
+
+function counted(count) {
+  return `${count} ${count === 1 ? "job" : "jobs"}`;
+}
+
+function showTicked() {
+  const [boxes, all] = [picked(), document.getElementById("pick-all")];
+  const count = document.querySelectorAll("#jobs input[name=ids]").length;
+  if (all) {
+    all.checked = boxes.length > 0 && boxes.length === count;
+    all.indeterminate = boxes.length > 0 && boxes.length < count;
+  }
+  const hadFocus = bulk.contains(document.activeElement);
+  bulk.hidden = !boxes.length;
+  document.getElementById("ticked").textContent = `${counted(boxes.length)} selected`;
+  bulk.querySelector("#compare button").disabled = boxes.length < 2 || boxes.length > 8;
+  bulk.querySelector("[data-bulk=clone]").disabled = boxes.length !== 1 || boxes[0].dataset.kindOf !== "training";
+  if (hadFocus && bulk.hidden) document.getElementById("bulk-result").focus({preventScroll: true});
+}
+
+function search() {
+  clearTimeout(typing);
+  const query = new URLSearchParams([...new FormData(find)].filter(([name, value]) => value && !(name === "sort" && value === "-created")));
+  history.replaceState(null, "", query.size ? `/?${query}` : "/");
+  const list = document.getElementById("jobs");
+  list.setAttribute("hx-get", `/parts/jobs?${query}`);
+  htmx.process(list);
+  htmx.trigger(document.body, "news");
+}
+
+// One action after another, each with the jobs that were selected when its button was pressed.
+function forEachPicked(what, request) {
+  const boxes = picked();
+  if (!boxes.length) return;
+  if (what in LOST && !confirm(`${what === "delete" ? "Delete" : "Cancel"} ${counted(boxes.length)}? ${LOST[what]}`)) return;
+  working = working.then(() => sendAll(what, boxes, request));
+}
+
+async function sendAll(what, boxes, request) {
+  bulk.setAttribute("aria-busy", "true");
+  say("");
+  const refused = [];
+  try {
+    for (const box of boxes) {
+      const {ok, status, answer} = await request(`${JOBS}/${encodeURIComponent(box.value)}`);
+      if (status === 401) {
+        location.reload();
+        return;
+      }
+      if (!ok) refused.push(`${box.dataset.name}: ${why(answer) || `refused (${status})`}`);
+    }
+  } catch {
+    say("the service does not answer. Is it still running?");
+    return;
+  } finally {
+    bulk.removeAttribute("aria-busy");
+  }
+  const text = document.createElement("p");
+  text.className = refused.length ? "problem" : "hint";
+  const done = boxes.length - refused.length;
+  text.textContent = [`${BULK[what]} ${done} of ${counted(boxes.length)}.`, ...refused].join("\n");
+  document.getElementById("bulk-result").replaceChildren(text);
+  news();
+}
+
+if (bulk && find) {
+  find.addEventListener("input", (event) => {
+    if (event.target.name !== "q") return;
+    clearTimeout(typing);
+    typing = setTimeout(search, 300);
+  });
+  find.addEventListener("change", search);
+  find.addEventListener("submit", (event) => {
+    event.preventDefault();
+    search();
+  });
+  document.getElementById("jobs").addEventListener("change", (event) => {
+    if (event.target.id === "pick-all") {
+      for (const box of document.querySelectorAll("#jobs input[name=ids]")) box.checked = event.target.checked;
+    }
+    showTicked();
+  });
+  bulk.addEventListener("click", (event) => {
+    const what = event.target.dataset.bulk;
+    if (what === "clone") location.assign(`/jobs/new?clone=${encodeURIComponent(picked()[0].value)}`);
+    else if (what === "clear") {
+      for (const box of picked()) box.checked = false;
+      showTicked();
+    } else if (what === "delete") forEachPicked(what, (job) => ask(job, "DELETE"));
+    else if (what) forEachPicked(what, (job) => ask(`${job}/${what}`, "POST"));
+  });
+  document.getElementById("tagging").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const field = document.getElementById("new-tags");
+    const words = field.value.split(",").map((word) => word.trim()).filter((word) => word.replace(/^[-+]/, ""));
+    const change = {
+      add_tags: words.filter((word) => !word.startsWith("-")).map((word) => word.replace(/^\+/, "")),
+      remove_tags: words.filter((word) => word.startsWith("-")).map((word) => word.slice(1)),
+    };
+    if (words.length) forEachPicked("tag", (job) => ask(job, "PATCH", change));
+    field.value = "";
+  });
+  showTicked();
+}
 
 // Buttons that htmx sends.
 
@@ -548,17 +765,6 @@ document.addEventListener("htmx:responseError", (event) => {
 
 let reading = {atEnd: true, top: 0, text: ""};
 
-function logOf(event) { // htmx dispatches some events at the new elements, so the part is in the detail
-  return event.detail.target.querySelector("#lines");
-}
-
-document.addEventListener("htmx:beforeSwap", (event) => {
-  const lines = logOf(event);
-  if (!lines) return;
-  const {scrollTop: top, clientHeight, scrollHeight, textContent: text} = lines;
-  reading = {atEnd: top + clientHeight >= scrollHeight - 8, top, text};
-});
-
 // Lines at the top of `before` that `after` does not have any more: a page has only the last lines of a log.
 function dropped(before, after) {
   let at = 0;
@@ -576,10 +782,6 @@ function place(lines) {
   lines.scrollTop = reading.atEnd ? lines.scrollHeight : reading.top - gone;
 }
 
-document.addEventListener("htmx:afterSwap", (event) => {
-  const lines = logOf(event);
-  if (lines) place(lines);
-});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 let width = innerWidth;
 addEventListener("resize", () => {
