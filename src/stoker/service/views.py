@@ -390,7 +390,7 @@ def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -
     return [
         *found,
         ("Epochs", epochs),
-        ("From start to end", took),
+        ("Duration", took),
         ("Tier", [job.tier or "–" for job in jobs]),
     ]
 
