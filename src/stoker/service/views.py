@@ -595,7 +595,7 @@ def roughly_ago(seconds: float) -> str:
     return ago(seconds)
 
 
-FILTERS = {
+FILTERS: dict[str, Any] = {
     "ago": ago,
     "roughly_ago": roughly_ago,
     "utc": utc,
@@ -604,6 +604,7 @@ FILTERS = {
     "number": number,
     "percent": format_percent,
     "seconds": format_seconds,
+    "took": took,
     "tone": tone,
     "value": text_of,
 }
