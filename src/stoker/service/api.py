@@ -166,8 +166,10 @@ def get_job(job_id: Id, services: ServicesDep) -> Response:
 @jobs_router.patch("/jobs/{job_id}", responses=error_responses(404))
 def change_job(job_id: Id, body: JobChange, services: ServicesDep) -> JobOut:
     """Change the name or the tags of a job; two requests that add tags at the same time keep both."""
-    tags = {"tags": body.tags, "add_tags": body.add_tags, "remove_tags": body.remove_tags}
-    return JobOut.of(services.jobs.change(job_id, name=body.job_name, **tags))
+    changed = services.jobs.change(
+        job_id, name=body.job_name, tags=body.tags, add_tags=body.add_tags, remove_tags=body.remove_tags
+    )
+    return JobOut.of(changed)
 
 
 @jobs_router.post("/jobs/{job_id}/cancel", responses=error_responses(404, 409))

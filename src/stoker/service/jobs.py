@@ -345,7 +345,7 @@ class Jobs:
             changed = replace(job, name=job.name if name is None else name, tags=check_tags(base))
             if changed != job:
                 _check(name=changed.name, key=None, kind=job.kind, epochs=job.epochs)
-                values = {"name": changed.name, "tags": changed.tags}
+                values: dict[str, Json] = {"name": changed.name, "tags": list(changed.tags)}
                 connection.execute(JOBS.update().where(JOBS.c.id == id).values(**values))
                 append(connection, self._database.wall, id, [("changed", values)])
         return changed

@@ -73,7 +73,6 @@ from stoker.service.views import (
     tier_bar,
     tier_parts,
     times,
-    took,
 )
 from stoker.units import format_seconds
 
@@ -83,7 +82,6 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
 )
 _TEMPLATES.filters |= FILTERS
-_TEMPLATES.globals.update(took=took)
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """Matches a path of this service, but nothing that a browser would take for another site."""
 

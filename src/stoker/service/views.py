@@ -390,7 +390,7 @@ def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -
     return [
         *found,
         ("Epochs", epochs),
-        ("From start to end", took),
+        ("Duration", took),
         ("Tier", [job.tier or "–" for job in jobs]),
     ]
 
@@ -595,7 +595,7 @@ def roughly_ago(seconds: float) -> str:
     return ago(seconds)
 
 
-FILTERS = {
+FILTERS: dict[str, Any] = {
     "ago": ago,
     "roughly_ago": roughly_ago,
     "utc": utc,
@@ -604,6 +604,7 @@ FILTERS = {
     "number": number,
     "percent": format_percent,
     "seconds": format_seconds,
+    "took": took,
     "tone": tone,
     "value": text_of,
 }
