@@ -35,7 +35,7 @@ SEND_S = 20.0
 """How long a client may leave sent data unread before it is disconnected; it may reconnect."""
 SESSION_LOOK_S = 0.5
 """Seconds between two checks whether the session of a stream has ended."""
-PAGE, PAGE_CHARS = 200, 256 << 10
+PAGE, PAGE_CHARS = 200, 64 << 10
 """Most events and characters that one client gets at a time, but at least one event."""
 NO_NUMBER = -1
 DEGRADED_S = 1.0
