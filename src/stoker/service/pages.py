@@ -81,7 +81,7 @@ login_router = APIRouter(include_in_schema=False)
 _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
 )
-_TEMPLATES.filters |= FILTERS
+_TEMPLATES.filters.update(FILTERS)
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """Matches a path of this service, but nothing that a browser would take for another site."""
 
