@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hmac
+import html
 import os
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -198,6 +200,30 @@ def test_a_browser_logs_in_with_a_code_and_changes_things_from_our_page(running:
         assert {"httponly", "samesite=strict", "path=/", "max-age=0"} <= flags
         browser.cookies.update(kept)
         assert browser.get("/api/v1/training/jobs").status_code == 401
+
+
+def test_a_session_outlives_the_service_and_its_end_leads_back_to_each_page(tmp_path: Path) -> None:
+    pages = ["/", "/jobs/new?dataset=a%20b", "/jobs/compare?ids=1,2&ids=3", "/datasets?number=2", "/machine",
+             "/activity", "/docs", "/caches/a/0123456789abcdef?other=x"]  # fmt: skip
+    with serving(tmp_path / "state") as first:
+        cookie = first.services.auth.log_in(first.token)
+        name = first.services.auth.cookie
+    with serving(tmp_path / "state") as second, httpx.Client(
+        base_url=second.address, trust_env=False, headers={"accept": "text/html"}
+    ) as browser:  # fmt: skip
+        browser.cookies.set(name, str(cookie))
+        assert browser.get("/").status_code == 200, "after a restart"
+        session = second.services.auth.session(str(cookie))
+        assert session is not None
+        second.services.auth.end(session)
+        for page in pages:
+            shown = browser.get(page)
+            assert shown.status_code == 401
+            found = re.search(r'name="next" value="([^"]*)"', shown.text)
+            assert found is not None
+            fields = {"secret": second.token, "next": html.unescape(found[1])}
+            answer = httpx.post(f"{second.address}/login", data=fields, trust_env=False)
+            assert answer.headers["location"] == page
 
 
 def test_a_browser_logs_in_with_the_token_in_the_form(running: Running) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service.database import State
-from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
+from stoker.service.jobs import JobAttempt, JobQueue, Outcome
+from stoker.service.journal import Line
 from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
@@ -124,6 +125,58 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_below_it(running: Running
     clone = running.services.jobs.list()[0]
     assert clone.config == {**job.config, "epochs": 9}
     assert (clone.name, clone.tags) == (job.name, job.tags)
+
+
+def test_a_form_that_was_filled_in_outlives_the_session(running: Running, page: Any) -> None:
+    """The login opens in another tab, and the form is sent from where it was."""
+    page.goto("/jobs/new")
+    page.get_by_label("Name", exact=True).fill("kept over the login")
+    page.get_by_label("Epochs", exact=True).fill("9")
+    end_sessions(running, page)
+    page.get_by_role("button", name="Submit").click()
+    with page.context.expect_page() as opened:
+        page.locator("#toast").get_by_role("link", name="Log in").click()
+    opened.value.get_by_label("Code or token").fill(running.token)
+    opened.value.get_by_role("button", name="Log in").click()
+    opened.value.get_by_role("heading", name="Jobs").wait_for()
+    assert page.get_by_label("Epochs", exact=True).input_value() == "9"
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("heading", name="kept over the login").wait_for()
+
+    assert running.services.jobs.list()[0].epochs == 9
+
+
+def test_a_page_with_a_form_and_live_events_keeps_the_form_when_the_session_ends(
+    running: Running, page: Any
+) -> None:
+    page.goto("/datasets")
+    with page.expect_response(lambda answer: "/events?" in answer.url):
+        page.reload()
+    field = page.locator("#file-name")
+    field.fill("kept")
+    end_sessions(running, page)
+    page.locator("#toast").get_by_role("link", name="Log in").wait_for()
+
+    assert field.input_value() == "kept"
+
+
+def test_a_page_without_a_filled_form_becomes_the_login_and_leads_back(running: Running, page: Any) -> None:
+    page.goto("/datasets?number=1")
+    with page.expect_response(lambda answer: "/events?" in answer.url):
+        page.reload()
+    end_sessions(running, page)
+    page.get_by_label("Code or token").fill(running.token)
+    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("heading", name="Data sets").wait_for()
+
+    assert page.url.endswith("/datasets?number=1")
+
+
+def end_sessions(running: Running, page: Any) -> None:
+    """Log the browser out behind its back."""
+    for cookie in page.context.cookies():
+        if (session := running.services.auth.session(cookie["value"])) is not None:
+            running.services.auth.end(session)
 
 
 def test_the_form_shows_the_fields_of_the_chosen_kind_of_data(running: Running, page: Any) -> None:
@@ -498,7 +551,7 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
         "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "datasets": "/datasets",
         "dataset": f"/datasets/{CONFIG['dataset_ids'][0]}", "caches": "/caches",
         "cache": f"/caches/rows/{first}", "compare": f"/jobs/compare?ids={id},{other}", "machine": "/machine",
-        "missing": "/jobs/none",
+        "api": "/docs", "missing": "/jobs/none",
     }  # fmt: skip
     try:
         for name, path in names.items():
@@ -510,8 +563,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
                 page.get_by_role("img", name="Loss").first.wait_for()
             if name == "jobs":
                 page.locator("[name=ids]").first.check()
-            if name == "new":
-                page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            if name in ("new", "api"):
+                page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

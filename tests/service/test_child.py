@@ -101,7 +101,7 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
 @pytest.mark.parametrize(
     "where",
     [
-        "stoker.service.folders.os.write",
+        "stoker.service.journal.os.write",
         pytest.param("stoker.runtime.files.os.fsync", marks=pytest.mark.slow),
     ],
 )
@@ -129,6 +129,8 @@ def test_simulations_and_images_are_trained_on(tmp_path: Path, make: Any) -> Non
     rows = [line["data"] for line in lines(folder, "metrics")]
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert all(row["samples_per_s"] > 0 for row in rows)
+    assert [row["at"] for row in rows] == sorted({row["at"] for row in rows})
     assert lines(folder)[-1]["kind"] == "completed"
     done = lines(folder, "completed")[0]["data"]
     assert done["best_val_loss"] == min(row["val_loss"] for row in rows)
@@ -167,6 +169,26 @@ def test_killed_at_any_moment_it_ends_with_the_weights_of_an_unbroken_run(tmp_pa
     told = {line["data"]["epoch"]: line["data"]["train_loss"] for line in lines(broken, "metrics")}
     wanted = {line["data"]["epoch"]: line["data"]["train_loss"] for line in lines(whole, "metrics")}
     assert told == wanted, "every epoch was told, with the same figures"
+
+
+@pytest.mark.parametrize("make", [radio_dataset, burgers_dataset])
+def test_an_epoch_that_was_saved_and_not_told_is_told_by_the_next_attempt(
+    tmp_path: Path, in_process: Any, make: Any
+) -> None:
+    """A kill came between the checkpoint and the event."""
+    dataset, more = make(tmp_path), {"batch_size": 32, "early_stop_patience": 0}
+    folder = make_job(tmp_path, dataset, epochs=1, **more)
+    assert in_process(folder) == 0
+    (lost,) = lines(folder, "metrics")
+    kept = [line for line in lines(folder) if line["kind"] not in ("metrics", "completed")]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    make_job(tmp_path, dataset, again=True, epochs=2, **more)
+    assert in_process(folder) == 0
+
+    first, second = lines(folder, "metrics")
+    assert (first["data"]["epoch"], second["data"]["epoch"]) == (1, 2)
+    assert first["data"]["train_loss"] == lost["data"]["train_loss"]
 
 
 @pytest.mark.slow

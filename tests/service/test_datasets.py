@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 from stoker.errors import ConfigError, ConflictError, NotFoundError, SourceError, StalledError
 from stoker.service.database import JOBS, Database, State
 from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
-from stoker.service.folders import JobFile, Journal
+from stoker.service.folders import JobFile
 from stoker.service.jobs import JobQueue, Jobs, Outcome
+from stoker.service.journal import Journal
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
 from stoker.service.security import DataAccess, Roots

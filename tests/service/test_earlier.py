@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from stoker.extras.compat.addresses import JOBS, REMOVED, REMOVED_FROM_SECOND_API, current_path
 from stoker.extras.radio.demo import RadioSpec, write_radio
 from stoker.service.database import State
 from stoker.service.models import DATASET
-from stoker.service.server import JOBS, REMOVED, REMOVED_FROM_SECOND_API, current_path
 from stoker.service.services import Services
 from tests.compat.page import snippets
 from tests.service.running import CONFIG, Answer, ask, note_radio

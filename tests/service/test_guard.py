@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 from starlette.routing import Mount
 
-from stoker.service import pages
+from stoker.errors import ResourceError
+from stoker.extras.compat.addresses import JOBS as JOBS_EARLIER
+from stoker.extras.compat.addresses import current_path
+from stoker.service import pages, security
 from stoker.service.security import PUBLIC, RequestLimits
-from stoker.service.server import JOBS as JOBS_EARLIER
-from stoker.service.server import create_app, current_path
+from stoker.service.server import create_app
 from stoker.service.services import Services
-from tests.service.running import Answer, ask
+from tests.service.running import HOST, Answer, ask
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PROPFIND")
 JOBS = "/api/v1/training/jobs"
@@ -279,6 +282,48 @@ def test_large_headers_and_control_characters_are_refused(app: Any, token: Any) 
     assert ask(app, "GET", JOBS, {**token, "x-large": "x" * 17_000}).status == 431
     assert ask(app, "GET", f"{JOBS}/a\x00b", token).status == 400
     assert ask(app, "GET", f"{JOBS}?status=%00", token).status == 400
+
+
+def test_a_refusal_is_a_page_for_a_browser_and_json_for_a_program(app: Any, token: Any) -> None:
+    large = b"x" * 3_000_000
+    page = {"accept": "text/html"}
+    for method, path, headers, body, status in (
+        ("GET", "/", {"host": "evil.example"}, b"", 403),
+        ("POST", "/logout", {"origin": "http://evil.example"}, b"", 403),
+        ("POST", "/login", {}, large, 413),
+        ("GET", "/jobs/%00", token, b"", 400),
+        ("POST", "/logout", {}, b"", 401),
+    ):
+        told, shown = (ask(app, method, path.replace("%00", "\0"), {**headers, **more}, body)
+                       for more in ({}, page))  # fmt: skip
+
+        assert (told.status, shown.status) == (status, status)
+        assert told.json()["fact"]
+        assert shown.headers["content-type"].startswith("text/html")
+        assert shown.headers["x-frame-options"] == "DENY"
+        if status == 401:
+            assert 'name="next" value="/"' in shown.body.decode()
+        else:
+            assert html.escape(told.json()["fact"], quote=False) in shown.body.decode()
+
+
+def test_a_logout_that_cannot_be_stored_ends_the_session_and_says_so(
+    here: Services, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise ResourceError("no space left on the disk", hint="Free space")
+
+    monkeypatch.setattr(security, "replace_atomically", full)
+    for accept in ("text/html", "application/json"):
+        cookie = here.auth.log_in(here.auth.new_code())
+        headers = {"cookie": f"{here.auth.cookie}={cookie}", "origin": f"http://{HOST.decode()}"}
+        answer = ask(app, "POST", "/logout", {**headers, "accept": accept})
+
+        assert answer.status == 507
+        assert answer.headers["content-type"].startswith(accept)
+        assert b"no space left on the disk" in answer.body
+        assert "Max-Age=0" in answer.headers["set-cookie"]
+        assert here.auth.session(str(cookie)) is None
 
 
 def test_an_answer_that_does_not_come_in_time_is_told(

@@ -15,7 +15,8 @@ import pytest
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, ServiceError
 from stoker.service.client import Client
 from stoker.service.database import State
-from stoker.service.jobs import Job, JobQueue, Jobs, Line, Outcome
+from stoker.service.jobs import Job, JobQueue, Jobs, Outcome
+from stoker.service.journal import Line
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
 from tests.service.running import CONFIG, Running, note_radio, serving

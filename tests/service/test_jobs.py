@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.service.database import DATASETS, MOVES, Database, Outbox, State, before
-from stoker.service.jobs import JobQueue, Jobs, Line, Outcome
+from stoker.service.jobs import JobQueue, Jobs, Outcome
+from stoker.service.journal import Line
 from stoker.service.listing import JobFilter
 
 
@@ -225,6 +227,16 @@ def test_a_deleted_job_is_gone_with_its_metrics(database: Database) -> None:
         with pytest.raises(NotFoundError, match=job.id):
             ask(job.id)
     assert Outbox(database).read(0)[-1].kind == "deleted"
+
+
+def test_a_row_of_metrics_has_the_time_it_was_written_and_none_in_the_future(database: Database) -> None:
+    job, attempt = running(database)
+    rows = [Line(kind="metrics", data={"epoch": e, "at": at}) for e, at in ((1, 1000.0), (2, 9e12), (3, "x"))]
+    JobQueue(database).report(attempt, rows, 10)
+
+    first, second, third = Jobs(database).metrics(job.id)
+    assert first["at"] == 1000.0
+    assert max(second["at"], third["at"]) <= time.time()
 
 
 def test_metrics_are_a_row_an_epoch_the_last_one_told(database: Database) -> None:

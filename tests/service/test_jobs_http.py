@@ -20,7 +20,8 @@ import pytest
 import stoker
 from stoker.errors import ConflictError, DegradedError
 from stoker.service.database import State
-from stoker.service.jobs import JobQueue, Line
+from stoker.service.jobs import JobQueue
+from stoker.service.journal import Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
 from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
@@ -347,8 +348,8 @@ def test_dashboard_and_alerts_ask_for_figures_that_there_are(running: Running) -
     asked = {name for file in folder.iterdir() for name in re.findall(r"\bstoker_\w+", file.read_text())}
     there = {*re.findall(r"^(stoker_\w+)", text, re.MULTILINE)}
 
-    assert f'stoker_job_stall_ratio{{job="{job.id}",name="night \\"run\\""}} 0.125' in text
-    assert f'stoker_job_samples_per_second{{job="{job.id}"' in text
+    assert f'stoker_job_stall_ratio{{job_id="{job.id}",name="night \\"run\\""}} 0.125' in text
+    assert f'stoker_job_samples_per_second{{job_id="{job.id}"' in text
     assert len(asked) > 10
     assert asked - there <= {"stoker_gpu_utilisation", "stoker_workers"}, (
         "of a machine without GPU and workers"

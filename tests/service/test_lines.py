@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.service.jobs import CHUNK_BYTES, LINE_BYTES, Line, end_line, parse, read_lines
+from stoker.service.journal import CHUNK_BYTES, LINE_BYTES, Line, end_line, parse, read_lines
 from tests.kit.amount import example_count
 
 

@@ -7,8 +7,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from stoker.service import server, stream
 from stoker.service.client import Client, StreamEvent
-from stoker.service.database import Event, append
+from stoker.service.database import Event, EventPage, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 
@@ -109,91 +109,51 @@ def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
     assert len(seen) >= rounds
 
 
-@asynccontextmanager
-async def following(
-    running: Running, job: str
-) -> AsyncIterator[tuple[stream.EventFeed, AsyncIterator[Event], int]]:
-    """A feed, the events of one who follows it, and the number of the first, which came while it listened."""
-    feed = stream.EventFeed(running.services.outbox)
-    reading = asyncio.create_task(feed.run())
-    with feed.listening():
-        async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
-            waiting = asyncio.create_task(anext(events))
-            await asyncio.sleep(3 * stream.POLL_S)
-            tell(running, job, 1)
-            yield feed, events, (await waiting).number
-    reading.cancel()
-
-
-def test_a_reader_that_falls_behind_what_is_held_reads_on_from_the_database(
+def test_a_page_of_events_is_bounded_and_none_is_lost(
     running: Running, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "KEPT", 20)
+    """As large as a job's process may make them, read by a client that is busy for a while."""
     monkeypatch.setattr(stream, "PAGE", 7)
+    monkeypatch.setattr(stream, "PAGE_CHARS", 100_000)
+    pages: list[list[Event]] = []
+    real = running.services.outbox.read_page
+
+    def read_page(after: int, **given: Any) -> EventPage:
+        page = real(after, **given)
+        pages.append(page.events)
+        return page
+
+    monkeypatch.setattr(running.services.outbox, "read_page", read_page)
+    begin = running.services.outbox.newest()
 
     async def read() -> list[int]:
-        async with following(running, job) as (_, events, first):
-            seen = [first]
-            for _ in range(3):  # in between it is busy elsewhere, and the feed reads on
-                tell(running, job, 50)
-                await asyncio.sleep(3 * stream.POLL_S)
-                seen += [(await anext(events)).number for _ in range(50)]
+        feed = stream.EventFeed(running.services.outbox)
+        reading = asyncio.create_task(feed.run())
+        seen: list[int] = []
+        with feed.listening():
+            async with aclosing(feed.follow(begin, job)) as events, asyncio.timeout(60):
+                for count, size in ((50, 10), (40, 40_000), (2, 250_000), (50, 10)):
+                    tell(running, job, count, size=size)
+                    await asyncio.sleep(2 * stream.POLL_S)
+                    while len(seen) < (running.services.outbox.newest() - begin):
+                        event = await anext(events)
+                        assert event is not None
+                        seen.append(event.number)
+        reading.cancel()
         return seen
 
     seen = asyncio.run(read())
 
-    assert seen == list(range(seen[0], seen[0] + 151))
-
-
-def test_what_is_held_of_large_events_is_bounded_and_none_is_lost(
-    running: Running, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As large as a job's process may make them: a thousand would be a quarter of a GB."""
-    monkeypatch.setattr(stream, "KEPT_CHARS", 300_000)
-    monkeypatch.setattr(stream, "PAGE_CHARS", 100_000)
-    pages: list[int] = []
-    real = running.services.outbox.read_page
-
-    def read_page(after: int, **given: Any) -> list[Any]:
-        page = real(after, **given)
-        pages.append(sum(event.size for event in page) if len(page) > 1 else 0)
-        return page
-
-    monkeypatch.setattr(running.services.outbox, "read_page", read_page)
-
-    async def read() -> tuple[list[int], int]:
-        async with following(running, job) as (feed, events, first):
-            seen, held = [first], 0
-            tell(running, job, 40, size=40_000)
-            tell(running, job, 2, size=250_000)  # each larger than a page
-            while len(seen) < 43:
-                seen.append((await anext(events)).number)
-                held = max(held, feed.held)
-        return seen, held
-
-    seen, held = asyncio.run(read())
-
-    assert seen == list(range(seen[0], seen[0] + 43))
-    assert 0 < held <= 300_000
-    assert max(pages) <= 100_000
-
-
-def test_what_is_handed_to_a_reader_in_a_go_is_bounded_and_never_nothing() -> None:
-    def page(*sizes: int) -> list[int]:
-        events = [Event(number=n, job="", kind="batch", at=0.0, data={}, size=s) for n, s in enumerate(sizes)]
-        return [event.size for event in stream._page(events)]
-
-    most = stream.PAGE_CHARS
-    assert page(most // 2, most // 2, 1) == [most // 2, most // 2]
-    assert page(10 * most, 1) == [10 * most]
-    assert len(page(*[1] * 1000)) == stream.PAGE
+    assert seen == list(range(begin + 1, begin + 143))
+    assert max(len(page) for page in pages) == 7
+    assert max(sum(event.size for event in page) for page in pages if len(page) > 1) <= 100_000
 
 
 def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
     first = running.services.outbox.newest()
     tell(running, job, 30)
     running.services.outbox.prune(max_age_s=1e9, max_count=10)
-    oldest = running.services.outbox.oldest()
+    oldest = running.services.outbox.read(0, limit=1)[0].number
     assert oldest > first + 1
 
     told = take(client_of(running).follow("/events", first), 11)
@@ -312,7 +272,10 @@ def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Runni
             opened = httpx.stream("GET", running.api("/events"), headers=headers, timeout=30)
             assert stack.enter_context(opened).status_code == 200
         answer = running.client.get(running.api("/events"))
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        seen = running.client.get(running.api("/events"), headers={"accept": "text/html"})
+        assert (seen.status_code, seen.headers["retry-after"]) == (503, "2")
+        assert "<h1>" in seen.text
     while running.services.feed.clients and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running.services.feed.clients == 0

@@ -21,7 +21,8 @@ from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages, views
 from stoker.service.client import Client
 from stoker.service.database import WAITING_STATES, Event, State
-from stoker.service.jobs import JobAttempt, JobQueue, Line, Outcome
+from stoker.service.jobs import JobAttempt, JobQueue, Outcome
+from stoker.service.journal import Line
 from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
@@ -209,6 +210,9 @@ def test_an_unknown_address_is_a_page_for_a_browser_and_json_for_a_program(
         ("GET", "/jobs/x/y", 404),
         ("HEAD", "/nothing", 404),
         ("POST", "/jobs/new", 405),
+        ("GET", "/api/v1/training/nothing", 404),
+        ("GET", "/api/v1/training/jobs/00000000-0000-4000-8000-000000000000/files/log.txt", 404),
+        ("GET", "/api/v1/training/jobs?limit=0", 422),
     ):
         answer = browser.request(method, path, headers=origin)
         told = running.client.request(method, running.address + path)
@@ -218,8 +222,6 @@ def test_an_unknown_address_is_a_page_for_a_browser_and_json_for_a_program(
         assert method == "HEAD" or 'href="/"' in answer.text
         assert told.headers["content-type"] == "application/json"
         assert answer.headers.get("allow") == told.headers.get("allow")
-    api = browser.get("/api/v1/training/nothing")
-    assert (api.status_code, api.headers["content-type"]) == (404, "application/json")
 
 
 def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
@@ -232,7 +234,7 @@ def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
 
     answer = browser.get("/")
 
-    assert answer.status_code == 503
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert "does not answer within 5 s" in answer.text
     assert 'http-equiv="refresh"' in answer.text
 

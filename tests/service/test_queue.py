@@ -10,7 +10,8 @@ import sqlalchemy as sa
 
 from stoker.errors import LostAttemptError
 from stoker.service.database import JOBS, Database, Outbox, State
-from stoker.service.jobs import AttemptPolicy, JobQueue, Jobs, Line, Outcome
+from stoker.service.jobs import AttemptPolicy, JobQueue, Jobs, Outcome
+from stoker.service.journal import Line
 
 EPOCH = Line(kind="metrics", data={"epoch": 1, "val_loss": 0.5, "checkpoint": "epoch_1"})
 DONE = Outcome(state=State.COMPLETED, message="done", exit_code=0, data={"result": 1})

@@ -41,7 +41,8 @@ from stoker.service.database import (
     State,
     before,
 )
-from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Line, Outcome
+from stoker.service.jobs import AttemptPolicy, JobAttempt, JobQueue, Jobs, Outcome
+from stoker.service.journal import Line
 from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]

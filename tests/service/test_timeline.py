@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,17 @@ from hypothesis import strategies as st
 
 from stoker.service import timeline
 from stoker.service.database import Event
-from stoker.service.folders import Journal
-from stoker.service.jobs import read_lines
-from stoker.service.timeline import Interval, StallSums, draw_timeline, merged, phases_of, timeline_of
+from stoker.service.journal import Journal, read_lines
+from stoker.service.timeline import (
+    Interval,
+    StallSums,
+    draw_machine,
+    draw_timeline,
+    machine_timeline,
+    merged,
+    phases_of,
+    timeline_of,
+)
 
 PASS = {"step_s": 0.6, "wait_s": 0.3, "first_wait_s": 0.1, "parts": {"read": 0.2, "gather": 0.1}}
 
@@ -40,7 +50,7 @@ class Known:
 class Done:
     """A job that has ended."""
 
-    id, ended = "j", 100.0
+    id, kind, ended = "j", "training", 100.0
 
 
 def test_what_the_loop_tells_is_added_up_until_an_interval_is_over(
@@ -51,7 +61,7 @@ def test_what_the_loop_tells_is_added_up_until_an_interval_is_over(
     sums = StallSums(Journal(tmp_path / "events.jsonl"))
     for second in (1.0, 2.0, 3.0):
         now[0] = second
-        sums.add({**PASS, "tiers": {"disk": 10, "host": 2}})
+        sums.take("stall", {**PASS, "tiers": {"disk": 10, "host": 2}})
     sums.write()
     sums.write()  # nothing is left to write
 
@@ -69,7 +79,7 @@ def test_a_long_run_writes_few_intervals(tmp_path: Path, monkeypatch: pytest.Mon
     sums = StallSums(Journal(tmp_path / "events.jsonl"))
     for second in range(100_000):
         now[0] = float(second)
-        sums.add({**PASS, "tiers": {"disk": 10}})
+        sums.take("stall", {**PASS, "tiers": {"disk": 10}})
 
     lines, position = read_lines(tmp_path / "events.jsonl", 0)
     assert position == (tmp_path / "events.jsonl").stat().st_size
@@ -176,3 +186,116 @@ def test_each_column_of_the_picture_is_as_high_as_the_picture(given_: list[Any])
         assert -0.1 <= part.y <= timeline.HEIGHT
         heights[part.x] = heights.get(part.x, 0.0) + part.height
     assert all(height == pytest.approx(timeline.HEIGHT, abs=0.1) for height in heights.values())
+
+
+class Machine:
+    """Jobs and events of a machine."""
+
+    def __init__(self, events: dict[str, list[Event]]) -> None:
+        self.events = [replace(one, job=job) for job, own in events.items() for one in own]
+        self.names = [*events]
+
+    def active_since(self, _: float, *, limit: int) -> list[Any]:
+        assert limit == timeline.MOST_JOBS
+        return [
+            SimpleNamespace(id=name, name=name, kind="training", worker="w", ended=None)
+            for name in self.names
+        ][::-1]
+
+    def last_of(self, jobs: list[str], kinds: list[str], *, limit: int, since: float = 0.0) -> list[Event]:
+        assert limit
+        return [one for one in self.events if one.job in jobs and one.kind in kinds and one.at >= since]
+
+
+def machine(events: dict[str, list[Event]], seconds: float, **more: Any) -> timeline.MachineTimeline:
+    known: Any = Machine(events)
+    return machine_timeline(known, known, seconds, **more)
+
+
+@pytest.fixture
+def at_100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline.time, "time", lambda: 100.0)
+
+
+@pytest.mark.usefixtures("at_100")
+def test_the_machines_timeline_shows_jobs_at_once_and_what_all_workers_did() -> None:
+    first = [event("queued", 10), event("claimed", 30), event("started", 60, fill_s=20.0),
+             stall(80, 20, busy=15.0, read=5.0), stall(100, 20, busy=20.0, read=0.0)]  # fmt: skip
+    other = [event("claimed", 70), event("started", 80), stall(100, 20, busy=5.0, read=15.0)]
+
+    found = machine({"a": first, "b": other}, 50.0, columns=5)
+
+    assert [(one.name, [(p.kind, p.begin, p.end) for p in one.phases]) for one in found.jobs] == [
+        ("a", [("fill", 50, 60), ("train", 60, 100)]),
+        ("b", [("start", 70, 80), ("train", 80, 100)]),
+    ]
+    spent = [{kind: pytest.approx(s) for kind, s in column.spent_s.items()} for column in found.columns]
+    assert spent == [
+        {"fill": 10.0},
+        {"busy": 7.5, "read": 2.5},
+        {"start": 10.0, "busy": 7.5, "read": 2.5},
+        {"busy": 12.5, "read": 7.5},
+        {"busy": 12.5, "read": 7.5},
+    ]
+    assert found.stall == pytest.approx(20 / 60)
+    assert "reading from disk" in " ".join(found.summary)
+
+
+@pytest.mark.usefixtures("at_100")
+def test_the_machines_timeline_says_how_busy_the_gpu_was_where_it_was_measured() -> None:
+    told = {"seconds": 20, "busy_s": 20.0, "waits": {}, "first_wait_s": 0.0, "tier": "disk"}
+    events = [event("started", 20), event("stall", 40, **told, gpu_busy=0.5), event("stall", 60, **told),
+              event("stall", 80, **told, gpu_busy=0.9)]  # fmt: skip
+
+    found = machine({"a": events}, 80.0, columns=4)
+
+    assert [one.gpu_busy for one in found.columns] == [0.5, None, 0.9, None]
+    picture = draw_machine(found, 1)
+    assert picture is not None
+    assert [len(points.split()) for points in picture.gpu] == [1, 1]
+
+
+@pytest.mark.usefixtures("at_100")
+def test_a_job_that_only_waited_has_no_line_and_an_idle_machine_no_picture() -> None:
+    found = machine({"a": [event("claimed", 10), event("paused", 20)], "b": [event("queued", 50)]}, 60.0)
+
+    assert found.jobs == []
+    assert draw_machine(found, 2) is None
+
+
+@given(st.lists(st.tuples(TIMES, TIMES, TIMES), min_size=1, max_size=20), st.integers(1, 30))
+def test_the_columns_of_a_machine_keep_every_second_of_their_time(given_: list[Any], columns: int) -> None:
+    at, events = 0.0, [event("started", 0.0)]
+    for busy, read, rest in given_:
+        at += busy + read + rest
+        events.append(stall(at, busy + read + rest, busy=busy, read=read))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline.time, "time", lambda: at)
+        found = machine({"a": events}, at, columns=columns)
+
+    busy = sum(one.spent_s.get("busy", 0.0) for one in found.columns)
+    assert busy == pytest.approx(sum(one[0] for one in given_), rel=1e-6)
+    assert sum(sum(one.spent_s.values()) for one in found.columns) == pytest.approx(at, rel=1e-6)
+    picture = draw_machine(found, 1)
+    assert picture is not None
+    assert all(-0.1 <= part.y <= part.y + part.height <= timeline.HEIGHT + 0.1 for part in picture.columns)
+
+
+def test_validation_checkpoints_and_the_gpu_are_told_with_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timeline.time, "monotonic", lambda: now[0])
+    sums = StallSums(Journal(tmp_path / "events.jsonl"))
+    sums.take("epoch", {"eval_seconds": 0.5})
+    sums.take("best", {"seconds": 0.25})
+    now[0] = 4.0
+    sums.take("stall", {**PASS, "tiers": {"disk": 10}})
+
+    (line,), _ = read_lines(tmp_path / "events.jsonl", 0)
+    told = {**line.data, "until": 4.0}
+    found = timeline_of(Done(), Known(event("stall", 4.0, **told)))  # pyright: ignore[reportArgumentType]
+
+    spent = found.intervals[0].spent_s()
+    assert (spent["validate"], spent["checkpoint"]) == (0.5, 0.25)
+    assert sum(spent.values()) == pytest.approx(4.0)

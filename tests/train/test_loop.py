@@ -206,6 +206,7 @@ def test_resuming_with_other_settings_says_which(tmp_path: Path) -> None:
     report = run(tmp_path, resume=True, sink=seen.__setitem__, epochs=2)
 
     assert seen["resume"]["changed"] == {"epochs": [1, 2]}
+    assert seen["resume"]["row"]["epoch"] == 1, "whoever was killed before it was told is told now"
     assert (report.epochs, report.steps) == (2, 12)
 
 

@@ -85,6 +85,14 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         str | None,
         typer.Option(metavar="URL", help="Where browsers find it behind a TLS proxy: https://NAME."),
     ] = None,
+    webhook: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="POST each change of a job's state to it; may be repeated."),
+    ] = None,
+    webhook_secret_file: Annotated[
+        Path | None,
+        typer.Option(parser=Path, metavar="PATH", help="A file with a secret that signs these requests."),
+    ] = None,
     executor: Annotated[
         str, typer.Option(metavar="local|ray", help="Where jobs run: here, or on a Ray cluster.")
     ] = "local",
@@ -135,6 +143,8 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         encoders=tuple(allow_encoder or ()),
         hosts=tuple(allow_host or ()),
         public_url=public_url,
+        webhooks=tuple(webhook or ()),
+        webhook_secret_file=webhook_secret_file,
         ray=cluster,
         job_memory_bytes=job_memory,
         job_s=job_time,

@@ -160,7 +160,7 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
             if found is not None:
                 objective.restore(found, root)
                 done = objective.progress
-                facts = {"step": done.step, "epoch": done.epoch, "row": done.row}
+                facts = {"step": done.step, "epoch": done.epoch + 1, "row": done.row}
                 tell("resume", {**facts, "path": str(found.folder)})
                 if log is not None:
                     log.keep(lambda row: row.get("step", 0) <= done.step)

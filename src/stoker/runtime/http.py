@@ -124,8 +124,8 @@ class RequestOptions(TypedDict, total=False):
     """Arguments of every request in addition to its method and URL."""
 
     headers: Mapping[str, str] | None
-    body: Mapping[str, Any] | None
-    """Sent as JSON."""
+    body: Mapping[str, Any] | bytes | None
+    """Sent as JSON; bytes as they are."""
 
 
 class HttpClient:
@@ -201,9 +201,10 @@ class HttpClient:
         """
         sent = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
         body = options.get("body")
-        if body is not None:
+        data = body if isinstance(body, bytes) else None
+        if isinstance(body, Mapping):
             sent["Content-Type"] = "application/json"
-        data = None if body is None else json.dumps(body).encode()
+            data = json.dumps(body).encode()
         with _failures(FailureKind.BROKEN):
             if urlsplit(url).scheme not in ("http", "https"):
                 raise ValueError("its scheme is not http or https")

@@ -18,14 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
-from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, Problem
+from stoker.errors import ConflictError, DegradedError, NotFoundError
 from stoker.schema import Json, digest_json
 from stoker.service import stream
 from stoker.service.background import Operation, Operations
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
-from stoker.service.datasets import Dataset, Generation, Registration, describe
+from stoker.service.datasets import Dataset, Generation, Registration
 from stoker.service.folders import ResultFile, result_files
-from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job
 from stoker.service.listing import NEWEST, JobFilter, Sort
 from stoker.service.models import (
@@ -53,9 +52,16 @@ from stoker.service.models import (
 )
 from stoker.service.probes import probe
 from stoker.service.security import CODE_S
-from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine
+from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine, require_fit
 from stoker.service.stream import EventStream, as_text
-from stoker.service.timeline import MOST_INTERVALS, JobTimeline, timeline_of
+from stoker.service.timeline import (
+    COLUMNS,
+    MOST_INTERVALS,
+    JobTimeline,
+    MachineTimeline,
+    machine_timeline,
+    timeline_of,
+)
 
 jobs_router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
@@ -99,7 +105,7 @@ ContinueKey = Annotated[
 )
 def create_job(body: JobRequest, services: ServicesDep, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config, datasets = body.config, _fitting(services, body.config)
+    config, datasets = body.config, require_fit(services, body.config)
     if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit",
@@ -355,7 +361,7 @@ def plan_job(
 
 def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: float) -> Operation:
     """Plan a job among other operations, and wait for its end up to `wait_s`; errors as `plan_job`."""
-    datasets = _fitting(services, body.config)
+    datasets = require_fit(services, body.config)
 
     def work() -> dict[str, Any]:
         return probe(
@@ -372,36 +378,6 @@ def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: 
     what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
     digest = digest_json(body.config.model_dump(mode="json"))[:8]
     return among.start(f"{what} ({digest})", work, wait_s=wait_s)
-
-
-def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
-    """Return the data sets that a configuration names, if both fit each other.
-
-    Raises:
-        ConfigError: A data set is not registered, or is on a server that the service may not read; the
-            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
-            allowed.
-        ConflictError: A data set was to be generated, and was not.
-        PathRefusedError: A data set is outside the current roots.
-    """
-    try:
-        found = describe(services.database, config.dataset_ids)
-    except NotFoundError as error:
-        hint = f"{error.problem.hint}; POST to the same address registers one, as "
-        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
-        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
-        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
-    try:
-        services.access.check_settings(config.settings)
-    except ConfigError as error:
-        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
-    for one in services.datasets.resolve(config.dataset_ids):
-        services.datasets.check_access(one)
-    folder = services.folder
-    settings_of(
-        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
-    )
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -434,7 +410,10 @@ def stream_logs(job_id: Id, services: ServicesDep, after: Seen = None, last_id: 
 
 
 @live_router.get(
-    "/jobs/{job_id}/events", response_class=StreamingResponse, responses={**STREAM, **error_responses(404)}
+    "/jobs/{job_id}/events",
+    operation_id="stream_job_events",
+    response_class=StreamingResponse,
+    responses={**STREAM, **error_responses(404)},
 )
 def job_events(job_id: Id, services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow one job, without a number from now on. A `gap` names events that were pruned."""
@@ -442,7 +421,12 @@ def job_events(job_id: Id, services: ServicesDep, after: Seen = None, last_id: L
     return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), job.id))
 
 
-@live_router.get("/events", response_class=StreamingResponse, responses={**STREAM, **error_responses()})
+@live_router.get(
+    "/events",
+    operation_id="stream_events",
+    response_class=StreamingResponse,
+    responses={**STREAM, **error_responses()},
+)
 def all_events(services: ServicesDep, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow all jobs, without a number from now on."""
     return EventStream(services.feed, services.auth, _sse(services, _place(last_id, after), None))
@@ -693,7 +677,7 @@ def list_caches(services: ServicesDep) -> CacheList:
     return CacheList(caches=rows, bytes=sum(row.bytes for row in rows), age_s=found.age_s, stale=found.stale)
 
 
-@caches_router.get("/caches/{name}/{fingerprint}", responses=error_responses(404))
+@caches_router.get("/caches/{name}/{fingerprint}", operation_id="get_cache", responses=error_responses(404))
 def inspect_cache(name: Name, fingerprint: Print, services: ServicesDep) -> CacheDetail:
     """Return one cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.run.caches import inspect_cache as inspect
@@ -727,7 +711,9 @@ def verify_cache(
     return _answer(response, services.operations.start(f"verify {name}/{fingerprint}", verify, wait_s=wait_s))
 
 
-@caches_router.get("/caches/{name}/{fingerprint}/why", responses=error_responses(404))
+@caches_router.get(
+    "/caches/{name}/{fingerprint}/why", operation_id="compare_caches", responses=error_responses(404)
+)
 def why(
     name: Name,
     fingerprint: Print,
@@ -746,6 +732,7 @@ def why(
 
 @caches_router.post(
     "/caches/gc",
+    operation_id="collect_caches",
     responses={202: {"model": OperationOut, "description": "Not done yet."}, **error_responses(409)},
 )
 def collect(body: GcRequest, services: ServicesDep, response: Response, wait_s: Wait = 20.0) -> OperationOut:
@@ -918,6 +905,16 @@ def get_machine(services: ServicesDep) -> Machine:
     return Machine.model_validate(look_at_machine(services))
 
 
+@machine_router.get("/machine/timeline", response_model=MachineTimeline, responses=error_responses())
+def get_machine_timeline(
+    services: ServicesDep,
+    seconds: Annotated[float, Query(ge=60, le=7 * 86_400, description="How far back.")] = 3600.0,
+    columns: Annotated[int, Query(ge=1, le=1000)] = COLUMNS,
+) -> Response:
+    """Return where the time of all workers went: the phases of each job, and what the steps waited for."""
+    return as_json(machine_timeline(services.jobs, services.outbox, seconds, columns=columns))
+
+
 @machine_router.get("/audit", responses=error_responses())
 def get_audit(
     services: ServicesDep,
@@ -929,7 +926,9 @@ def get_audit(
     return AuditList(rows=[AuditOut.model_validate({**asdict(row), "at": utc(row.at)}) for row in rows])
 
 
-@machine_router.post("/login-codes", status_code=201, responses=error_responses())
+@machine_router.post(
+    "/login-codes", operation_id="create_login_code", status_code=201, responses=error_responses()
+)
 def make_login_code(services: ServicesDep) -> LoginCode:
     """Return a one-time code for the pages in a browser."""
     return LoginCode(path=f"/login?code={services.auth.new_code()}", seconds=CODE_S)

@@ -170,7 +170,6 @@ class Operations:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._all: dict[str, _Running] = {}
-        self._threads = 0
         self._pool = Pool(at_once, "stoker-operation")
 
     def start(
@@ -189,13 +188,13 @@ class Operations:
             ResourceError: No thread can be started.
         """
         with self._lock:
-            if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
+            begun = [one.operation.what for one in self._all.values() if not one.done.is_set()]
+            if what in begun:
                 raise ConflictError(f"this is running already: {what}", hint="Wait for its end")
-            if self._threads >= self._at_once:
+            if len(begun) >= self._at_once:
                 raise ConflictError(
-                    f"{self._threads} operations are running, which is the limit", hint="Wait for one to end"
+                    f"{len(begun)} operations are running, which is the limit", hint="Wait for one to end"
                 )
-            self._threads += 1
             running = _Running(Operation(id=secrets.token_hex(8), what=what))
             self._all[running.operation.id] = running
             ended = [name for name, one in self._all.items() if one.done.is_set()]
@@ -205,7 +204,6 @@ class Operations:
             self._pool.submit(partial(self._run, running, work), what)
         except ResourceError:  # no thread can be started, so the slot is free again
             with self._lock:
-                self._threads -= 1
                 del self._all[running.operation.id]
             raise
         running.done.wait(min(wait_s, self._timeout_s))
@@ -241,7 +239,6 @@ class Operations:
             error = f"unexpected {type(unforeseen).__name__}; the service's log has it"
         state = "failed" if error else "completed"
         with self._lock:
-            self._threads -= 1
             running.operation = replace(
                 running.operation,
                 state=state,

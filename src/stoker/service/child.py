@@ -19,7 +19,8 @@ from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS
 from stoker.runtime.processes.entry import Connection
 from stoker.service.executor import NO_ROOM, STOPPED, begin_job
-from stoker.service.folders import JobFile, Journal
+from stoker.service.folders import JobFile
+from stoker.service.journal import Journal
 
 if TYPE_CHECKING:
     from stoker.service.job_config import JobConfig

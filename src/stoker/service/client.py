@@ -219,9 +219,12 @@ class Client:
         """Return the end of a job's log: `lines`, `offset`."""
         return self._ask("GET", f"{_job(id)}/logs?tail={tail}")
 
-    def timeline(self, id: str) -> dict[str, Any]:
-        """Return where a job's time went: `phases`, `intervals`, `stall`, `summary`."""
-        return self._ask("GET", f"{_job(id)}/timeline")
+    def timeline(self, id: str | None = None) -> dict[str, Any]:
+        """Return where a job's time went: `phases`, `intervals`, `stall`, `summary`.
+
+        Without a job, where the last hour of all workers went: `jobs`, `columns`, `stall`, `summary`.
+        """
+        return self._ask("GET", "/machine/timeline" if id is None else f"{_job(id)}/timeline")
 
     def files(self, id: str) -> list[dict[str, Any]]:
         """Return the files that a job has left: `name`, `bytes`, `changed_at`."""

@@ -431,7 +431,7 @@ COUNTERS = Table(
     Column("name", String(20), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""`event`: the number of the newest event."""
+"""`event`: the number of the newest event; others: how far a reader of events has come."""
 
 META = Table(
     "meta",
@@ -764,26 +764,10 @@ def bind_folder(connection: sa.Connection, folder: str) -> None:
 # visible in order, so a client that has read up to n and asks for later events misses nothing.
 
 
-KINDS = frozenset(
-    {
-        "queued",
-        "claimed",
-        "started",
-        "progress",
-        "batch",
-        "metrics",
-        "stall",
-        "pausing",
-        "paused",
-        "resumed",
-        "changed",
-        "cancelling",
-        "cancelled",
-        "completed",
-        "failed",
-        "deleted",
-    }
-)
+KINDS = frozenset({
+    "queued", "claimed", "started", "progress", "batch", "metrics", "stall", "pausing", "paused", "resumed",
+    "changed", "cancelling", "cancelled", "completed", "failed", "deleted",
+})  # fmt: skip
 """`queued` is written at creation and when a lost job goes back, `claimed` by a worker. `started` is written
 by the job's process once it trains, `stall` every few seconds from then on, `resumed` by `resume` and
 `extend`, `changed` by a new name or other tags."""
@@ -803,6 +787,17 @@ class Event:
     data: dict[str, Json]
     size: int = 0
     """Characters of its data as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """The next events of a reader, and which numbers there are."""
+
+    events: list[Event]
+    oldest: int
+    """The lowest number that was not pruned; without events, the next number."""
+    newest: int
+    """0 without any."""
 
 
 class Outbox:
@@ -832,40 +827,57 @@ class Outbox:
             rows = connection.execute(_WHOLE.where(EVENTS.c.number.in_(newest))).mappings()
             return {row["job"]: Event(**row) for row in rows}
 
-    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
+    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> EventPage:
         """Return the next events with at most `most` characters together, but at least one.
 
         Sizes are read before the events, so that memory never holds more.
         """
+        events: list[Event] = []
         with self._database.reading() as connection:
+            newest = connection.execute(_COUNTED).scalar_one()  # first: all events up to it can be read
             last, total = after, 0
-            for row in connection.execute(_SIZES.where(_following(after, job)).limit(limit)):
+            following = _SIZES.where(_following(after, job)).limit(limit)
+            for row in connection.execute(following) if after < newest else ():
                 total += row.size
                 if last > after and total > most:
                     break
                 last = row.number
-            if last == after:
-                return []
-            query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
-            return [Event(**row) for row in connection.execute(query).mappings()]
+            if last > after:
+                query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
+                events = [Event(**row) for row in connection.execute(query).mappings()]
+            lowest = connection.execute(_LOWEST).scalar()  # last: events may be pruned meanwhile
+        return EventPage(events=events, oldest=lowest or newest + 1, newest=newest)
 
     def newest(self) -> int:
         """Return the number of the newest event; 0 without any."""
         with self._database.reading() as connection:
             return connection.execute(_COUNTED).scalar_one()
 
-    def last_of(self, job: str, kinds: Collection[str], *, limit: int) -> list[Event]:
-        """Return the newest events of a job of some kinds, in their order."""
-        found = sa.select(EVENTS).where(EVENTS.c.job == job, EVENTS.c.kind.in_(tuple(kinds)))
+    def begin_cursor(self, name: str) -> int:
+        """Return the stored position of a reader; a new reader begins behind the newest event."""
+        new = sa.select(sa.literal(name), _COUNTED.scalar_subquery())
+        with self._database.writing() as connection:
+            connection.execute(
+                self._database.insert(COUNTERS).from_select(["name", "value"], new.where(sa.true()))
+                .on_conflict_do_nothing(index_elements=["name"])
+            )  # fmt: skip
+            return connection.execute(sa.select(COUNTERS.c.value).where(COUNTERS.c.name == name)).scalar_one()
+
+    def move_cursor(self, name: str, number: int) -> None:
+        """Store the position of a reader: the number of the last event that it need not read again."""
+        with self._database.writing() as connection:
+            connection.execute(COUNTERS.update().where(COUNTERS.c.name == name).values(value=number))
+
+    def last_of(
+        self, jobs: Collection[str], kinds: Collection[str], *, limit: int, since: float = 0.0
+    ) -> list[Event]:
+        """Return the newest events of some jobs and kinds from a time on (Unix seconds), in their order."""
+        found = sa.select(EVENTS).where(
+            EVENTS.c.job.in_(tuple(jobs)), EVENTS.c.kind.in_(tuple(kinds)), EVENTS.c.at >= since
+        )
         with self._database.reading() as connection:
             rows = connection.execute(found.order_by(EVENTS.c.number.desc()).limit(limit)).mappings()
             return [Event(**row) for row in rows][::-1]
-
-    def oldest(self) -> int:
-        """Return the lowest number that was not pruned; without events, the next number."""
-        with self._database.reading() as connection:
-            lowest = connection.execute(sa.select(sa.func.min(EVENTS.c.number))).scalar()
-            return lowest or connection.execute(_COUNTED).scalar_one() + 1
 
     def prune(self, *, max_age_s: float, max_count: int) -> int:
         """Remove events older than `max_age_s` and all but the newest `max_count`; return how many.
@@ -885,6 +897,7 @@ class Outbox:
 _SIZE = sa.func.length(sa.cast(EVENTS.c.data, sa.Text)).label("size")
 _WHOLE = sa.select(EVENTS, _SIZE).order_by(EVENTS.c.number)
 _SIZES = sa.select(EVENTS.c.number, _SIZE).order_by(EVENTS.c.number)
+_LOWEST = sa.select(sa.func.min(EVENTS.c.number))
 _COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
 
 

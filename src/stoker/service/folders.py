@@ -2,7 +2,7 @@
 
 DIR/token               the secret of clients
 DIR/stoker.db           the database, unless another is given
-DIR/workers/N.lock      locked by the worker of slot N
+DIR/workers/lock        locked by the workers of one service together
 DIR/caches/             encoded data, shared by all jobs
 DIR/data/               generated data sets
 DIR/jobs/ID/job.json    the task of the job
@@ -16,18 +16,16 @@ DIR/jobs/ID/job.json    the task of the job
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 from uuid import UUID
 
-from stoker.errors import ConfigError, NotFoundError
-from stoker.runtime.disk import explain_disk_errors, format_inodes, free_space
+from stoker.errors import ConfigError, NotFoundError, ResourceError
+from stoker.runtime.disk import FreeSpace, explain_disk_errors, format_inodes, free_space
 from stoker.runtime.files import make_folder, replace_atomically
 from stoker.service.background import CachedValue
 from stoker.units import format_bytes
@@ -49,7 +47,7 @@ class JobFolder:
         self.job_file = path / "job.json"
         """The task of the job, rewritten for each attempt."""
         self.events = path / "events.jsonl"
-        """Events of its process, one line of JSON each."""
+        """Events of its process (`journal`)."""
         self.log = path / "log.txt"
         """Standard output and error of its processes, one after the other."""
         self.lock = path / "lock"
@@ -116,7 +114,7 @@ class StateFolder:
         self.data = path / "data"
         """Generated data sets."""
         self.workers = path / "workers"
-        """Locks and logs of the worker processes."""
+        """Lock and logs of the worker processes."""
         self.jobs = path / "jobs"
         """The folders of the jobs."""
 
@@ -136,19 +134,6 @@ class StateFolder:
             )
         return JobFolder(self.jobs / known)
 
-    def lack(self) -> str | None:
-        """Return why no job can start here; None: there is space."""
-        try:
-            free, inodes, _ = free_space(self.path)
-        except OSError as error:
-            return f"{self.path} cannot be read: {error.strerror}. Check its disk"
-        if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
-            return None
-        return (
-            f"the disk of {self.path} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
-            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are needed. Free space; jobs wait until then"
-        )
-
     def make(self) -> None:
         """Create all folders, for their owner only."""
         for path in (self.path, self.caches, self.data, self.workers, self.jobs):
@@ -156,18 +141,32 @@ class StateFolder:
         self.path.chmod(0o700)
 
 
-class DiskRoom:
-    """Checks the free space of a state folder, in time also when its disk does not answer."""
+class DiskRoom(CachedValue[FreeSpace]):
+    """The free space of a state folder, known in time also when its disk does not answer."""
 
     def __init__(self, folder: StateFolder) -> None:
-        self._asked: CachedValue[str | None] = CachedValue(
-            folder.lack, f"the disk of {folder.path}", wait_s=ANSWER_S
-        )
+        self._folder = folder
+        super().__init__(self._look, f"the disk of {folder.path}", wait_s=ANSWER_S)
+
+    def _look(self) -> FreeSpace:
+        try:
+            return free_space(self._folder.path)
+        except OSError as error:
+            what = f"{self._folder.path} cannot be read: {error.strerror}"
+            raise ResourceError(what, hint="Check its disk") from error
 
     def lack(self) -> str | None:
-        """Return why nothing can be begun there; None: there is room."""
-        found = self._asked.get()
-        return found.stale or found.value
+        """Return why no job can start there; None: there is space."""
+        found = self.get()
+        if found.value is None or found.error is not None:
+            return found.stale
+        free, inodes, _ = found.value
+        if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
+            return None
+        return (
+            f"{self._what} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
+            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are needed. Free space; jobs wait until then"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -251,64 +250,3 @@ class JobFile:
     def read(cls, path: Path) -> JobFile:
         """Read the file."""
         return cls(**json.loads(path.read_text()))
-
-
-# ----------------------------------------------------------------------------------------------------------
-# `events.jsonl`: events of a job's process, appended as complete lines of JSON.
-#
-# A line is one `write`, so a kill leaves at most one incomplete line, the last.
-
-
-class Journal:
-    """The file of events, open for appending."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with explain_disk_errors(path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(path, flags, 0o600)
-        self.epoch = _end_of(path)
-        """The newest epoch with metrics; 0: none."""
-
-    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Append an event; numbers that are not finite become null.
-
-        Raises:
-            ResourceError: The disk is full.
-        """
-        text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
-        left = text.encode() + b"\n"
-        with explain_disk_errors(self._path):
-            while left:  # a disk that fills up takes a part and then fails
-                left = left[os.write(self._fd, left) :]
-        if kind == "metrics":
-            self.epoch = max(self.epoch, int(data["epoch"]))
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-
-def _end_of(path: Path) -> int:
-    """Return the newest epoch in a file; end its last line if a kill left that incomplete."""
-    data, epoch = path.read_bytes(), 0
-    if data and not data.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
-    for text in data.split(b"\n"):
-        if b'"metrics"' in text:
-            with suppress(ValueError, KeyError, TypeError):
-                said = json.loads(text)
-                epoch = max(epoch, int(said["data"]["epoch"])) if said["kind"] == "metrics" else epoch
-    return epoch
-
-
-def _plain(value: Any) -> Json:
-    """Return the value for JSON, with NaN and infinities as null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in cast("Mapping[object, Any]", value).items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in cast("Sequence[Any]", value)]
-    return value

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -31,14 +30,14 @@ from stoker.service.database import (
     append,
     before,
 )
+from stoker.service.journal import SHOWN
 from stoker.service.listing import JobFilter, check_tags, condition, order
 from stoker.service.security import check_name
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from stoker.schema import Json
     from stoker.service.database import Database
+    from stoker.service.journal import Line
 
 KINDS = ("training", "generation")
 NAME_LENGTH = 200
@@ -365,6 +364,15 @@ class Jobs:
                 raise _refusal(_found(connection, id), "deleted", allowed)
             append(connection, self._database.wall, id, [("deleted", {})])
 
+    def active_since(self, at: float, *, limit: int) -> Sequence[Job]:
+        """Return the newest jobs that a worker has taken and that had not ended at a time (Unix seconds)."""
+        query = sa.select(*_FIELDS).where(
+            JOBS.c.started.is_not(None), sa.or_(JOBS.c.ended.is_(None), JOBS.c.ended >= at)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(JOBS.c.number.desc()).limit(limit)).mappings()
+            return [job_of(row) for row in rows]
+
     def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Json]]:
         """Return what was measured from epoch `after` + 1 on, one row per epoch: `epoch`, `at` and the rest.
 
@@ -470,115 +478,6 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
         raise ConfigError(f"a job of kind {kind!r} is unknown; there are {', '.join(KINDS)}")
     if not 1 <= epochs <= MAX_EPOCHS:
         raise ConfigError(f"a job has 1 to {MAX_EPOCHS:,} epochs, not {epochs:,}")
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Events of a job's process: lines of JSON, `{"kind": ..., "data": {...}}`, appended to a file.
-#
-# Only complete lines are read, and the position in bytes is stored, so that another worker continues there. A
-# line that cannot be parsed is not dropped: it becomes a note with the beginning of its text.
-
-
-LINE_KINDS = frozenset({"started", "progress", "batch", "metrics", "stall", "completed", "failed"})
-LINE_BYTES = 256 * 1024
-"""A longer line becomes a note."""
-CHUNK_BYTES = 4 * LINE_BYTES
-"""Bytes of one read."""
-_MAX_INT = 2**31 - 1
-_TEXT = 2000
-"""Longest text in the row of a job."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One event of a job's process."""
-
-    kind: str
-    """One of `LINE_KINDS`."""
-    data: dict[str, Json]
-    """Finite numbers only; others are None."""
-
-
-def read_lines(path: Path, position: int) -> tuple[list[Line], int]:
-    """Return the complete lines after byte `position`, about 1 MiB at most, and the next position."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return [], position
-    try:
-        chunk = os.pread(fd, CHUNK_BYTES, position)
-    finally:
-        os.close(fd)
-    end = chunk.rfind(b"\n") + 1
-    if not end and len(chunk) == CHUNK_BYTES:  # one longer line: its pieces become notes
-        end = len(chunk)
-    return [parse(text) for text in chunk[:end].split(b"\n") if text.strip()], position + end
-
-
-def end_line(path: Path) -> None:
-    """End the line that a killed process left incomplete, so that the next process starts a new one.
-
-    The caller must hold the job's lock.
-    """
-    with suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                os.write(fd, b"\n")
-        finally:
-            os.close(fd)
-
-
-def parse(text: bytes) -> Line:
-    """Return the parsed line, or a note that it cannot be parsed."""
-    if len(text) <= LINE_BYTES:
-        with suppress(ValueError, RecursionError):
-            value: object = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
-            if isinstance(value, dict):
-                found = cast("dict[str, Any]", value)
-                kind, data = found.get("kind"), found.get("data")
-                if kind in LINE_KINDS and isinstance(data, dict):
-                    shown = _fitting(cast("dict[str, Any]", data))
-                    if kind != "metrics" or isinstance(shown.get("epoch"), int):
-                        return Line(kind=str(kind), data=shown)
-    start = text[:200].decode(errors="replace")
-    return Line(kind="progress", data={"unreadable": start, "unreadable_bytes": len(text)})
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None
-
-
-def _fitting(data: dict[str, Any]) -> dict[str, Json]:
-    """Return the data, with values renamed that do not fit the job's column of their name."""
-    kept: dict[str, Json] = {}
-    for name, value in data.items():
-        fits = True
-        if name in _NUMBERS:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            fits = value is None or (is_number and abs(value) < 1e300)
-        elif name == "epoch":
-            fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT
-        elif name in _TEXTS:
-            fits = isinstance(value, str)
-        kept[name if fits else f"unreadable_{name}"] = _shortened(name, value) if fits else repr(value)[:200]
-    if kept.get("progress", 0.0) is None:
-        del kept["progress"]
-    return kept
-
-
-def _shortened(name: str, value: Any) -> Any:
-    if name not in _TEXTS:
-        return value
-    return value.replace("\0", "�").encode(errors="replace").decode()[: _TEXTS[name]]
-
-
-_NUMBERS = frozenset({"progress", "train_loss", "val_loss", "learning_rate", "stall"})
-_TEXTS = {"message": _TEXT, "tier": 20, "checkpoint": _TEXT, "error": _TEXT}
-SHOWN = (*sorted(_NUMBERS), "epoch", "message", "tier", "checkpoint")
-"""Fields of a line that are copied to the row of its job."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -864,9 +763,10 @@ class JobQueue:
     ) -> None:
         told = [(line.kind, line.data) for line in lines if line.kind not in ("completed", "failed")]
         for data in (data for kind, data in told if kind == "metrics"):
-            row = self._database.insert(METRICS).values(
-                job=job, epoch=data["epoch"], at=self._database.wall, data=data
-            )
+            # The line may be read long after it was written, as when the database was away.
+            at: Any = data.get("at")
+            at = min(at, time.time()) if isinstance(at, int | float) else self._database.wall
+            row = self._database.insert(METRICS).values(job=job, epoch=data["epoch"], at=at, data=data)
             connection.execute(
                 row.on_conflict_do_update(
                     index_elements=["job", "epoch"],

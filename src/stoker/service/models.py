@@ -1,10 +1,11 @@
-"""Models of requests and responses with their examples, and the handlers of errors."""
+"""Models of requests and responses, and the handlers of errors; their examples are in `examples.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable
 from datetime import UTC, datetime
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -226,189 +227,17 @@ def utc(seconds: float) -> str:
 DATASET = "6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
 JOB = "0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b"
 FINGERPRINT = "3fa9c1d2e4b7a810"
-Example = dict[str, Any]
-
-CONFIG: Example = {
-    "dataset_ids": [DATASET],
-    "batch_size": 256,
-    "epochs": 100,
-    "learning_rate": 0.001,
-    "preload_to_gpu": True,
-    "accelerator": "auto",
-}
-_ROW: Example = {
-    "epoch": 42, "at": 1772366460.0, "step": 546, "train_loss": 0.412, "val_loss": 0.437,
-    "best_val_loss": 0.431, "learning_rate": 0.0007, "stall": 0.002, "tier": "host", "samples_per_s": 41000.0,
-    "seconds": 0.079, "p50_m": 1830.0, "p95_m": 6920.0,
-}  # fmt: skip
-JOB_OUT: Example = {
-    "id": JOB, "job_name": "rx-night-run", "job_type": "training", "status": "running",
-    "created_at": "2026-03-01T12:00:00.123Z", "started_at": "2026-03-01T12:00:01.480Z", "completed_at": None,
-    "config": CONFIG, "dataset_ids": [DATASET], "tags": ["baseline"], "current_epoch": 42,
-    "total_epochs": 100,
-    "progress_percent": 42.0, "progress_message": "epoch 42 of 100", "train_loss": 0.412, "val_loss": 0.437,
-    "best_val_loss": 0.431, "best_epoch": 40, "learning_rate": 0.0007, "stall": 0.002, "tier": "host",
-    "checkpoint_path": "last-000000546", "parent_job_id": None, "attempt": 1, "worker": "node-0-9f31c2aa",
-    "error_message": None, "exit_code": None,
-}  # fmt: skip
-JOB_LIST: Example = {"jobs": [JOB_OUT], "total": 1, "limit": 50, "offset": 0}
-JOB_DETAIL: Example = {
-    "job": JOB_OUT,
-    "recent_metrics": [_ROW],
-    "events_after": 1207,
-}
-JOB_METRICS: Example = {"job_id": JOB, "metrics": [_ROW]}
-JOB_TIMELINE: Example = {
-    "job_id": JOB,
-    "phases": [
-        {"kind": "queued", "begin": 1772366400.1, "end": 1772366401.4},
-        {"kind": "start", "begin": 1772366401.4, "end": 1772366402.0},
-        {"kind": "fill", "begin": 1772366402.0, "end": 1772366405.3},
-        {"kind": "train", "begin": 1772366405.3, "end": 1772366425.3},
-    ],
-    "intervals": [
-        {
-            "begin": 1772366405.3, "end": 1772366407.3, "busy_s": 1.42, "waits_s": {"read": 0.4},
-            "first_wait_s": 0.03, "tier": "disk",
-        }
-    ],
-    "stall": 0.22,
-    "summary": ["Steps waited 22 % of their time for data: reading from disk 22 %."],
-}  # fmt: skip
-JOB_FILES: Example = {
-    "job_id": JOB,
-    "files": [
-        {"name": "model.safetensors", "bytes": 231480, "changed_at": "2026-03-01T12:03:10.004Z"},
-        {
-            "name": "checkpoints/best-000000559/model.safetensors", "bytes": 231480,
-            "changed_at": "2026-03-01T12:02:41.220Z",
-        },
-    ],
-}  # fmt: skip
-JOB_LOG: Example = {
-    "job_id": JOB,
-    "lines": ["2026-03-01 12:01:00,004 INFO epoch 42 of 100: loss 0.412, validation 0.437, 79 ms"],
-    "offset": 4096,
-    "truncated": True,
-}
-DATASET_OUT: Example = {
-    "id": DATASET, "name": "radio", "kind": "radio", "origin": "registered",
-    "spec": {"url": "postgresql:///lab", "table": "measurement_features", "set": DATASET},
-    "facts": {"samples": 4030, "least_gdop": 0.85, "most_gdop": 92.2, "most_receivers": 7},
-    "health": "good",
-    "report": [{"check": "receivers", "status": "pass", "detail": "4 to 7 receivers a row"}],
-    "created_at": "2026-03-01T11:58:12.001Z", "checked_at": "2026-03-01T11:59:30.520Z",
-}  # fmt: skip
-DATASET_LIST: Example = {"datasets": [DATASET_OUT], "total": 1, "limit": 50, "offset": 0}
-MADE: Example = {
-    "dataset": {
-        **DATASET_OUT, "origin": "generated", "facts": {"samples": 4030}, "health": "making", "report": [],
-        "checked_at": None,
-    },
-    "job": {
-        **JOB_OUT, "job_name": "make radio", "job_type": "generation", "total_epochs": 1, "current_epoch": 0,
-        "progress_percent": 0.0, "status": "queued",
-        "config": {"kind": "radio", "name": "radio", "rows": 4030, "seed": 0},
-    },
-}  # fmt: skip
-SAMPLES: Example = {
-    "dataset_id": DATASET,
-    "samples": [
-        {
-            "recording_session_id": "00497be8-c873-48c4-a5fd-36db138ac1ab", "tx_latitude": 45.65,
-            "tx_longitude": 6.85, "mean_snr_db": 17.6, "num_receivers_detected": 5, "gdop": 11.6,
-            "timestamp": "2026-01-01T00:00:00+00:00",
-        }
-    ],
-}  # fmt: skip
-CACHE_LIST: Example = {
-    "caches": [
-        {
-            "name": "radio_train", "fingerprint": FINGERPRINT, "bytes": 865382, "complete": True,
-            "unused_s": 66.3, "claims": [], "broken": "",
-        }
-    ],
-    "bytes": 865382, "age_s": 0.0, "stale": None,
-}  # fmt: skip
-CACHE: Example = {
-    "name": "radio_train", "fingerprint": FINGERPRINT, "records": 3227, "count": 3227, "bytes": 860648,
-    "complete": True, "fields": {"receivers": {"shape": [7, 6], "dtype": "float32"}}, "shards": 1,
-    "quarantined": [],
-}  # fmt: skip
-WHY: Example = {
-    "same": False,
-    "a": f"radio_train/{FINGERPRINT}",
-    "b": "radio_train/9b0d77c1e2f3a456",
-    "differences": [{"entry": "source.where", "a": "gdop <= 5.0", "b": "", "note": ""}],
-}
-OPERATIONS: list[Example] = [
-    {
-        "id": "7797b520f5c3d258", "what": f"verify radio_train/{FINGERPRINT}", "state": "completed",
-        "seconds": 0.031, "result": {"records": 3227, "ok": True, "bad": [], "unchecked": []}, "error": None,
-    },
-    {
-        "id": "744906ddbeacd9a6", "what": "plan radio in batches of 256", "state": "running", "seconds": 20.0,
-        "result": None, "error": None,
-    },
-]  # fmt: skip
-READY: Example = {"status": "ready", "version": "0.1.0", "jobs": 3, "error": None}
-MACHINE: Example = {
-    "host_bytes": 23734677504, "host_total_bytes": 25276510208, "host_limit": "memory.max of the container",
-    "cpus": 8.0, "disk_bytes": 49879879680, "gpus": [], "stale": [],
-    "workers": [
-        {"slot": 0, "name": "node-0-9f31c2aa", "pid": 2121, "alive": True, "deaths": 0, "device": None}
-    ],
-}  # fmt: skip
-AUDIT_ROW: Example = {
-    "number": 812, "at": "2026-03-01T12:00:00.123Z", "who": "session 9f31c2aa", "client": "127.0.0.1",
-    "method": "POST", "path": f"/api/v1/training/jobs/{JOB}/cancel", "status": 200,
-}  # fmt: skip
-LOGIN_CODE: Example = {"path": "/login?code=6eYVWuS94pygBw0nhGMeRP1hPgI1N4ep", "seconds": 600.0}
-_TOO_LARGE = "2048 is given. Expected a whole number from 1 to 1024"
-FAULT: Example = {
-    "error": f"the request is refused: config.batch_size: {_TOO_LARGE}",
-    "fact": f"the request is refused: config.batch_size: {_TOO_LARGE}",
-    "hint": "",
-    "fields": [{"path": "config.batch_size", "problem": _TOO_LARGE}],
-}
 EVENT = f'id: 1208\nevent: metrics\ndata: {{"job_id": "{JOB}", "at": 1772366460.0, "epoch": 42}}\n\n'
 LOG_EVENT = 'id: 4181\nevent: log\ndata: {"lines": ["epoch 43 of 100: loss 0.409"]}\n\n'
 PROMETHEUS = (
     "# TYPE stoker_up gauge\nstoker_up 1\n# TYPE stoker_database_up gauge\nstoker_database_up 1\n"
     '# TYPE stoker_jobs gauge\nstoker_jobs{state="running"} 1\n'
 )
-BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
-    {
-        "JobConfig": [CONFIG],
-        "JobRequest": [{"job_name": "rx-night-run", "config": CONFIG, "tags": ["baseline"]}],
-        "JobChange": [{"job_name": "rx-night-run-2", "add_tags": ["best"]}],
-        "MoreEpochs": [{"additional_epochs": 20}],
-        "GcRequest": [{"keep": 1, "older_than_s": 2592000, "dry_run": True}],
-        "JobOut": [JOB_OUT],
-        "JobList": [JOB_LIST],
-        "JobDetail": [JOB_DETAIL],
-        "JobMetrics": [JOB_METRICS],
-        "JobTimeline": [JOB_TIMELINE],
-        "JobFiles": [JOB_FILES],
-        "AuditOut": [AUDIT_ROW],
-        "AuditList": [{"rows": [AUDIT_ROW]}],
-        "JobLog": [JOB_LOG],
-        "DatasetOut": [DATASET_OUT],
-        "DatasetList": [DATASET_LIST],
-        "GeneratedDataset": [MADE],
-        "SampleList": [SAMPLES],
-        "CacheList": [CACHE_LIST],
-        "CacheDetail": [CACHE],
-        "WhyOut": [WHY],
-        "OperationOut": OPERATIONS,
-        "Ready": [READY],
-        "Health": [{"status": "ok"}],
-        "Machine": [MACHINE],
-        "LoginCode": [LOGIN_CODE],
-        "ErrorOut": [FAULT],
-    }
-)
-"""Examples of the bodies of requests and responses, by the name of the model."""
+
+
+def read_examples() -> dict[str, list[dict[str, Any]]]:
+    """Return examples of the bodies of requests and responses, by the name of the model."""
+    return json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -470,13 +299,34 @@ def as_json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-def install(app: FastAPI, *, page: Callable[[Request, int, str], Response]) -> None:
-    """Make `app` answer every error in this form.
+def install(app: FastAPI, *, page: Callable[[Request, int, str, str], Response]) -> None:
+    """Make `app` answer every error in this form, and with a page where a browser opens the address.
 
     Args:
         app: The application.
-        page: Makes the page of a status and a fact, for a browser at an address that no route has.
+        page: Makes the page of a status, a fact and a hint.
     """
+
+    def answer(request: Request, status: int, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        if not wants_page(request):
+            return JSONResponse(body, status, headers=headers)
+        response = page(request, status, body["fact"], body["hint"])
+        response.headers.update(headers)
+        return response
+
+    def of_ours(request: Request, error: Exception) -> Response:
+        status = status_of(error)
+        body = (
+            error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
+        )
+        if isinstance(error, JobFieldError):
+            body["fields"] = [
+                {"path": f"config.{name}", "problem": str(problem)} for name, problem in error.fields
+            ]
+        return answer(request, status, body, {"Retry-After": "2"} if status in (503, 504) else {})
+
+    def of_fields(request: Request, error: Exception) -> Response:
+        return answer(request, 422, _wrong_request(request, error), {})
 
     def of_routing(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -484,15 +334,12 @@ def install(app: FastAPI, *, page: Callable[[Request, int, str], Response]) -> N
         if "Allow" in headers:  # each method is a separate route, and the first one names only its own
             headers["Allow"] = ", ".join(_allowed(request))
         said = {404: "nothing is at this address", 405: "this address does not take that method"}
-        detail = said.get(status) or str(getattr(error, "detail", error))
-        if wants_page(request) and not request.url.path.startswith("/api/"):
-            response = page(request, status, detail)
-            response.headers.update(headers)
-            return response
-        return JSONResponse(error_body(detail), status, headers=headers)
+        return answer(
+            request, status, error_body(said.get(status) or str(getattr(error, "detail", error))), headers
+        )
 
-    app.add_exception_handler(StokerError, _of_ours)
-    app.add_exception_handler(RequestValidationError, _of_fields)
+    app.add_exception_handler(StokerError, of_ours)
+    app.add_exception_handler(RequestValidationError, of_fields)
     app.add_exception_handler(HTTPException, of_routing)
 
 
@@ -501,18 +348,8 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in STATUS if isinstance(error, kind)), 422)
 
 
-def _of_ours(_request: Request, error: Exception) -> Response:
-    status = status_of(error)
-    wait = {"Retry-After": "2"} if status in (503, 504) else None
-    body = error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
-    if isinstance(error, JobFieldError):
-        body["fields"] = [
-            {"path": f"config.{name}", "problem": str(problem)} for name, problem in error.fields
-        ]
-    return JSONResponse(body, status, headers=wait)
-
-
-def _of_fields(request: Request, error: Exception) -> Response:
+def _wrong_request(request: Request, error: Exception) -> dict[str, Any]:
+    """Return the body of the answer to a request with wrong fields."""
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
         FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))
@@ -520,8 +357,7 @@ def _of_fields(request: Request, error: Exception) -> Response:
     ]
     said = format_few((f"{fault.path or 'the body'}: {fault.problem}" for fault in found), 3, "; ")
     fact = f"the request is refused: {said}"
-    body = ErrorOut(error=fact, fact=fact, hint="", fields=found[:100])
-    return JSONResponse(body.model_dump(), 422)
+    return ErrorOut(error=fact, fact=fact, hint="", fields=found[:100]).model_dump()
 
 
 def _schema_of(request: Request) -> Schema:

@@ -20,7 +20,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import stoker
@@ -40,10 +40,10 @@ from stoker.service.api import (
 from stoker.service.database import WAITING_STATES
 from stoker.service.jobs import Job
 from stoker.service.listing import SORT_LABELS
-from stoker.service.models import FileOut, JobRequest, status_of
-from stoker.service.security import SESSION_S
+from stoker.service.models import FileOut, JobRequest, error_body, status_of
+from stoker.service.security import SESSION_S, wants_page
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
-from stoker.service.timeline import PHASES, draw_timeline, timeline_of
+from stoker.service.timeline import PHASES, draw_machine, draw_timeline, machine_timeline, timeline_of
 from stoker.service.views import (
     FILTERS,
     PACE_EPOCHS,
@@ -81,7 +81,7 @@ login_router = APIRouter(include_in_schema=False)
 _TEMPLATES = Environment(
     loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
 )
-_TEMPLATES.filters |= FILTERS
+_TEMPLATES.filters.update(FILTERS)
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """Matches a path of this service, but nothing that a browser would take for another site."""
 
@@ -122,11 +122,11 @@ def page(request: Request, name: str, status: int = 200, **context: Any) -> HTML
 
 
 def policy() -> str:
-    """Return the Content-Security-Policy of every answer; it allows the inline style of the login page.
+    """Return the Content-Security-Policy of every answer; it allows the inline style of `plain.html`.
 
-    That page is the only one without a session, and files need a session.
+    The login and refusals are shown without a session, and files need a session.
     """
-    style = re.search(r"<style>(.*?)</style>", (FOLDER / "templates/login.html").read_text(), re.DOTALL)
+    style = re.search(r"<style>(.*?)</style>", (FOLDER / "templates/plain.html").read_text(), re.DOTALL)
     text = "" if style is None else style[1]
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return (
@@ -135,9 +135,19 @@ def policy() -> str:
     )
 
 
-def log_in_first(path: str) -> Response:
-    """Return the login form for a browser without a session; it leads on to the requested page."""
-    return _form(path, status=401)
+def refused(status: int, fact: str, hint: str, wanted: str) -> Response:
+    """Return the page of a refusal by the guard.
+
+    Args:
+        status: Of the answer. 401 is the login form, which leads on to `wanted`.
+        fact: What is refused.
+        hint: What to do.
+        wanted: The requested address.
+    """
+    if status == 401:
+        return _form(wanted, status=status)
+    text = _TEMPLATES.get_template("refusal.html").render(title="Refused", fact=fact, hint=hint)
+    return HTMLResponse(text, status)
 
 
 @login_router.get("/login")
@@ -161,10 +171,20 @@ async def post_login(request: Request, services: ServicesDep) -> Response:
 
 @login_router.post("/logout")
 def post_logout(request: Request, services: ServicesDep) -> Response:
-    """End the session; return a redirect to the login page."""
-    if request.state.session is not None:
-        services.auth.end(request.state.session)
-    response = RedirectResponse("/login", 303)
+    """End the session; return a redirect to the login page.
+
+    On a full disk the end cannot be stored. The browser forgets its cookie even so, and the answer says that
+    a copy of it would open the session again after a restart.
+    """
+    response: Response = RedirectResponse("/login", 303)
+    try:
+        if request.state.session is not None:
+            services.auth.end(request.state.session)
+    except StokerError as error:
+        fact = f"You are logged out, but a copy of the cookie works again after a restart: {error.fact}"
+        as_page = wants_page(request)
+        status = status_of(error)
+        response = _form("/", fact, status) if as_page else JSONResponse(error_body(fact, error.hint), status)
     response.delete_cookie(services.auth.cookie, **_flags(request, services))
     return response
 
@@ -185,7 +205,7 @@ def _flags(request: Request, services: Services) -> _Flags:
 
 
 def _form(wanted: str, problem: str = "", status: int = 200) -> HTMLResponse:
-    text = _TEMPLATES.get_template("login.html").render(wanted=wanted, problem=problem)
+    text = _TEMPLATES.get_template("login.html").render(title="Log in", wanted=wanted, problem=problem)
     return HTMLResponse(text, status)
 
 
@@ -231,7 +251,9 @@ PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 def problem(request: Request, status: int, fact: str, hint: str = "") -> Response:
     """Return the page of an error; it reloads automatically where waiting may help."""
     again = status in (503, 504)
-    return page(request, "problem.html", status, title="Problem", fact=fact, hint=hint, again=again)
+    found = page(request, "problem.html", status, title="Problem", fact=fact, hint=hint, again=again)
+    found.headers.update({"Retry-After": "5"} if again else {})
+    return found
 
 
 @router.get("/")
@@ -478,16 +500,37 @@ def show_activity(
     )  # fmt: skip
 
 
+SPANS = {"15 min": 900, "1 h": 3600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800}
+"""Times that the timeline of the machine can cover, in seconds."""
+Span = Annotated[int, Query(ge=min(SPANS.values()), le=max(SPANS.values()))]
+
+
 @router.get("/machine")
-def show_machine(request: Request, services: ServicesDep) -> Response:
-    """Return the resources of the machine."""
-    return page(request, "machine.html", title="Machine", machine=_machine(services))
+def show_machine(request: Request, services: ServicesDep, seconds: Span = SPANS["1 h"]) -> Response:
+    """Return the resources of the machine, and where the time of its workers went."""
+    return page(
+        request, "machine.html", title="Machine", machine=_machine(services), spans=SPANS,
+        **_machine_timeline(services, seconds),
+    )  # fmt: skip
 
 
 @router.get("/parts/machine")
 def part_machine(request: Request, services: ServicesDep) -> Response:
     """Return the figures of `show_machine`."""
     return page(request, "parts/machine.html", machine=_machine(services))
+
+
+@router.get("/parts/machine/timeline")
+def part_machine_timeline(request: Request, services: ServicesDep, seconds: Span = SPANS["1 h"]) -> Response:
+    """Return the timeline of `show_machine`."""
+    return page(request, "parts/machine_timeline.html", **_machine_timeline(services, seconds))
+
+
+def _machine_timeline(services: Services, seconds: int) -> dict[str, Any]:
+    workers = 0 if services.supervisor is None else len(services.supervisor.workers())
+    found = machine_timeline(services.jobs, services.outbox, seconds)
+    drawn = draw_machine(found, workers)
+    return {"timeline": drawn, "summary": found.summary, "phases_said": [*PHASES.items()], "seconds": seconds}
 
 
 def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:

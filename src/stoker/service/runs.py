@@ -32,11 +32,12 @@ from stoker.run.fitting import (
 )
 from stoker.run.loaders import loader_arguments
 from stoker.run.precompute import CacheResult, fill_caches
-from stoker.run.train import PreparedCaches, prepare, train_prepared
+from stoker.run.train import PreparedCaches, prepare, train_prepared, watch_gpu
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
-from stoker.service.folders import JobFile, Journal
+from stoker.service.folders import JobFile
 from stoker.service.job_config import JobConfig, splits_of
+from stoker.service.journal import Journal
 from stoker.service.probes import RadioSet
 from stoker.service.timeline import StallSums
 from stoker.sources.protocol import Source
@@ -159,7 +160,7 @@ def train_records(
         plan = train.plan
         tiers = {"tier": plan.tier, "tiers": plan.records_by_tier(), "reason": plan.reason}
         run.tell_started(caches, {"device": str(device), **tiers, **told})
-        events = _RecordEvents(run)
+        events = _TrainingEvents(run, caches)
         report = fit(
             learner,
             train,
@@ -170,7 +171,7 @@ def train_records(
             meter=meter,
             on_event=events.take,
         )
-        events.stall.write()
+        events.take("done", {})
     learner.model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {
         **saved,
@@ -234,47 +235,76 @@ def _loader(
     )
 
 
-class _RecordEvents:
-    """Writes the events of `fit` to the journal."""
+class _TrainingEvents:
+    """Writes the events of the training loop to the journal, of records and of the operator."""
 
-    def __init__(self, run: JobRun) -> None:
-        self._run = run
-        self._checkpoint = run.job.checkpoint
-        self.stall = StallSums(run.journal)
+    def __init__(self, run: JobRun, caches: Sequence[CacheResult]) -> None:
+        self._run, self._caches = run, caches
+        self._stall = StallSums(run.journal, watch_gpu(str(run.device)))
+        self._due = 0.0
+        self._steps = 1
+        self._latest: dict[str, Any] = {}
+        """Figures that are reported with each epoch."""
+        self._samples = 0
+        """Samples since the last epoch."""
+        self.checkpoint = run.job.checkpoint
 
     def take(self, kind: str, facts: Mapping[str, Json]) -> None:
-        """Write one event of `fit`."""
-        journal, told = self._run.journal, cast("Mapping[str, Any]", facts)
-        if kind == "batch":
-            done = told["epoch"] - 1 + told["batch"] / told["batches"]
-            # The row of a job counts finished epochs; this one is not finished.
-            journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
-        elif kind == "epoch":
-            self._tell_epoch(told)
+        """Write one event of the loop."""
+        told = cast("Mapping[str, Any]", facts)
+        self._stall.take(kind, told)
+        if kind == "serve":
+            self._latest["tier"] = max(told["tiers"], key=told["tiers"].__getitem__)
+            self._run.tell_started(self._caches, {**told, "tier": self._latest["tier"]})
+        elif kind in ("start", "stage"):
+            self._steps = max(1, told["total"])
+        elif kind == "batch":
+            done = self._run.share(told["epoch"] - 1 + told["batch"] / told["batches"])
+            self._tell_batch(done, told)
+        elif kind == "step":
+            self._latest |= {"learning_rate": told["lr"], "grad_norm": told["grad_norm"]}
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + EVERY_S
+                loss = {"epoch": told["epoch"], "train_loss": told["loss"], **self._latest}
+                done = min(1.0, told["step"] / self._steps)
+                self._tell_batch(done, {"step": told["step"], "steps": self._steps, **loss})
         elif kind == "stall":
-            self.stall.add(told)
-        elif kind == "stop":
-            self.stall.write()
-        elif kind == "checkpoint":
-            self._checkpoint = Path(told["path"]).name
+            self._samples += told["examples"]
+        elif kind == "epoch":
+            rate = self._samples / told["seconds"] if told["seconds"] else None
+            self._tell_epoch({"samples_per_s": rate, "at": time.time(), **told})
+            self._samples = 0
+        elif kind in ("checkpoint", "best"):
+            self.checkpoint = Path(told["path"]).name
         elif kind == "skip":
             _report_skipped(self._run, told["why"])
         elif kind == "resume":
-            self._checkpoint = Path(told["path"]).name
-            row = told["row"]
-            if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its event
-                self._tell_epoch(row)
-            journal.tell(
-                "progress", {"message": f"continues after epoch {told['epoch']}, step {told['step']}"}
-            )
+            self._take_resume(told)
+
+    def _tell_batch(self, progress: float, facts: Mapping[str, Any]) -> None:
+        # The row of a job counts finished epochs; this one is not finished.
+        self._run.journal.tell("batch", {**facts, "epoch": facts["epoch"] - 1, "progress": progress})
+
+    def _take_resume(self, told: Mapping[str, Any]) -> None:
+        journal, row = self._run.journal, told.get("row")
+        if "path" in told:
+            self.checkpoint = Path(told["path"]).name
+        if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its event
+            self._tell_epoch(row)
+        message = f"continues after epoch {told['epoch'] - 1}, step {told['step']}"
+        journal.tell("progress", {"message": message})
 
     def _tell_epoch(self, row: Mapping[str, Any]) -> None:
         epoch = int(row["epoch"])
-        more = {"progress": self._run.share(epoch), "message": f"epoch {epoch} of {self._run.job.epochs}"}
-        losses = f"loss {row['train_loss']:.4g}, validation {row.get('val_loss', math.nan):.4g}"
-        log.info("%s: %s, %.3g s", more["message"], losses, row["seconds"])
-        known = {} if self._checkpoint is None else {"checkpoint": self._checkpoint}
-        self._run.journal.tell("metrics", {**row, **known, **more})
+        told = {name: value for name, value in row.items() if name not in ("kind", "loss")}
+        if "loss" in row:  # of the operator
+            told |= {"train_loss": row["loss"], "val_loss": row.get("val_nrmse")}
+        told |= {"progress": self._run.share(epoch), "message": f"epoch {epoch} of {self._run.job.epochs}"}
+        told = {**self._latest, **told, "checkpoint": self.checkpoint}
+        told = {name: value for name, value in told.items() if value is not None}
+        losses = f"loss {told['train_loss']:.4g}, validation {told.get('val_loss', math.nan):.4g}"
+        log.info("%s: %s, %.3g s", told["message"], losses, told["seconds"])
+        self._run.journal.tell("metrics", told)
 
 
 def _report_skipped(run: JobRun, why: str) -> None:
@@ -283,7 +313,7 @@ def _report_skipped(run: JobRun, why: str) -> None:
 
 
 EVERY_S = 1.0
-"""Least seconds between two reports of the encoding progress."""
+"""Least seconds between two reports of the encoding progress, and of the steps of the operator."""
 
 
 class EncodingProgress:
@@ -369,19 +399,15 @@ def _images_learner(run: JobRun, caches: Sequence[CacheResult]) -> tuple[Learner
 # Train on simulations: the operator on latents, as `stoker train` does it.
 
 
-_BATCH_EVERY_S = 1.0
-
-
 def train_operator(run: JobRun) -> dict[str, Any]:
     """Train; return the results of the job, by name."""
     began = time.monotonic()
     _ = run.device  # a missing GPU is reported before anything is encoded
-    lines = _OperatorEvents(run)
     whole = Run(run.settings, progress=EncodingProgress(run.journal))
     prepared = prepare(whole)
-    _prepare_resume(run, whole, prepared, lines)
-    lines.prepared = prepared
-    result = train_prepared(whole, prepared, started=began, on_event=lines.take)
+    _prepare_resume(run, whole, prepared)
+    events = _TrainingEvents(run, prepared.caches)
+    result = train_prepared(whole, prepared, started=began, on_event=events.take)
     report = result.report
     return {
         "epoch": report.epochs,
@@ -391,11 +417,11 @@ def train_operator(run: JobRun) -> dict[str, Any]:
         "rollout_nrmse": report.rollout_nrmse,
         "stall": report.stall,
         "tier": report.tier,
-        "checkpoint": lines.checkpoint,
+        "checkpoint": events.checkpoint,
     }
 
 
-def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _OperatorEvents) -> None:
+def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches) -> None:
     """Prepare the loop to resume from the job's checkpoint, also after a finished job got more epochs.
 
     Raises:
@@ -407,8 +433,6 @@ def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _O
     )
     if found is None:
         return
-    lines.epoch = int(found.state["progress"]["epoch"])
-    run.journal.tell("progress", {"message": f"continues after epoch {lines.epoch}, step {found.step}"})
     write_diary(
         run.folder,
         digest=settings_digest(run.settings, prepared.fingerprints),
@@ -416,62 +440,6 @@ def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches, lines: _O
         work=work_digest(whole, prepared.caches[0].cache.schema),
         step_s=None,
     )
-
-
-class _OperatorEvents:
-    """Writes the events of the training loop to the journal."""
-
-    def __init__(self, run: JobRun) -> None:
-        self._run = run
-        self._stall = StallSums(run.journal)
-        self._due = 0.0
-        self._step: dict[str, Json] = {}
-        self._total = 1
-        self._tier: str | None = None
-        self.prepared: PreparedCaches | None = None
-        self.checkpoint = run.job.checkpoint
-        self.epoch = 0
-
-    def take(self, kind: str, facts: Mapping[str, Json]) -> None:
-        """Write one event of the loop."""
-        told: Mapping[str, Any] = facts
-        if kind == "serve" and self.prepared is not None:
-            tiers = told["tiers"]
-            self._tier = max(tiers, key=lambda name: tiers[name])
-            self._stall = StallSums(self._run.journal)  # its time begins now, when caches are filled
-            self._run.tell_started(self.prepared.caches, {**told, "tier": self._tier})
-        elif kind in ("start", "stage"):
-            self._total = max(1, told["total"])
-        elif kind == "step":
-            self._take_step(told)
-        elif kind == "epoch":
-            self._take_epoch(told)
-        elif kind == "stall":
-            self._stall.add(told)
-        elif kind in ("done", "stop"):
-            self._stall.write()
-        elif kind in ("checkpoint", "best"):
-            self.checkpoint = str(told["path"]).rpartition("/")[2]
-        elif kind == "skip":
-            _report_skipped(self._run, told["why"])
-
-    def _take_step(self, told: Mapping[str, Any]) -> None:
-        self._step = {"learning_rate": told["lr"], "grad_norm": told["grad_norm"]}
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + _BATCH_EVERY_S
-        facts = {"step": told["step"], "steps": self._total, "train_loss": told["loss"]}
-        done = {"progress": min(1.0, told["step"] / self._total), "epoch": self.epoch}
-        self._run.journal.tell("batch", {**facts, **done, **self._step})
-
-    def _take_epoch(self, told: Mapping[str, Any]) -> None:
-        self.epoch = int(told["epoch"])
-        row = {name: value for name, value in told.items() if name not in ("kind", "loss")}
-        row |= {"train_loss": told["loss"], "val_loss": told.get("val_nrmse"), "tier": self._tier}
-        row |= {"progress": self._run.share(self.epoch), "checkpoint": self.checkpoint, **self._step}
-        row["message"] = f"epoch {self.epoch} of {self._run.job.epochs}"
-        log.info("%s: loss %.4g, validation %s", row["message"], told["loss"], told.get("val_nrmse"))
-        self._run.journal.tell("metrics", {name: one for name, one in row.items() if one is not None})
 
 
 # ----------------------------------------------------------------------------------------------------------

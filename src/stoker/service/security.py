@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import parse_qsl, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
@@ -173,7 +173,7 @@ def check_name(name: str) -> str:
 
 
 SHORTEST = 32
-"""Least number of characters of a token; ours have 43, which are 256 bits."""
+"""Least number of characters of a secret; our tokens have 43, which are 256 bits."""
 CODE_S = 600.0
 """How long a login code may be used."""
 SESSION_S = 7 * 86400.0
@@ -202,23 +202,31 @@ def load_token(path: Path) -> SecretStr:
     if not path.exists():
         # Another service may create it first, and its token is as good.
         create_file(path, (secrets.token_urlsafe(32) + "\n").encode(), mode=0o600)
+    return read_secret(path, "Remove it, and a new one is made")
+
+
+def read_secret(path: Path, otherwise: str) -> SecretStr:
+    """Return the secret in a file that only its user may read.
+
+    Args:
+        path: Of the file.
+        otherwise: What to do with a file that cannot be used, for the error.
+    Raises:
+        ConfigError: The file is missing or not private, or its secret is too short.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", hint="Remove it, and a new one is made"
-        ) from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint=otherwise) from None
     with os.fdopen(fd, "rb") as file:
         mode = os.fstat(fd).st_mode
         text = file.read(1024).decode("ascii", "replace").strip() if stat.S_ISREG(mode) else ""
     if not stat.S_ISREG(mode) or mode & 0o077:
         raise ConfigError(
-            f"{path} may be read by others (mode {stat.S_IMODE(mode):o})", hint="Expected 600; remove it"
+            f"{path} may be read by others (mode {stat.S_IMODE(mode):o}), expected 600", hint=otherwise
         )
     if len(text) < SHORTEST or not text.isprintable():
-        raise ConfigError(
-            f"{path} holds {len(text)} characters, expected {SHORTEST} or more", hint="Remove it"
-        )
+        raise ConfigError(f"{path} holds {len(text)} characters, expected {SHORTEST} or more", hint=otherwise)
     return SecretStr(text)
 
 
@@ -372,7 +380,7 @@ class Guard:
         hosts: Names and addresses by which the service may be called.
         limits: Of one request.
         headers: Sent with every answer.
-        login_page: Makes the page for a browser that has to log in first from the path that it asked for.
+        refusal_page: Makes the page of a refusal for a browser from status, fact, hint and the address.
         traffic: Counts every answer.
         audit: Keeps who has changed what.
     """
@@ -385,13 +393,13 @@ class Guard:
         hosts: Collection[str],
         limits: RequestLimits,
         headers: Sequence[tuple[str, str]],
-        login_page: Callable[[str], Response],
+        refusal_page: Callable[[int, str, str, str], Response],
         traffic: RequestTraffic,
         audit: AuditLog,
     ) -> None:
         self._app = app
         self._auth, self._limits, self._traffic, self._audit = auth, limits, traffic, audit
-        self._login_page = login_page
+        self._refusal_page = refusal_page
         self._hosts = frozenset(host.lower() for host in hosts)
         self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
 
@@ -546,10 +554,12 @@ class Guard:
         """Answer with a refusal; what is unread of the body is read and dropped, if that is little."""
         status = refusal.status_code
         self._traffic.note(status, 0.0)
-        if status == 401 and request.method == "GET" and wants_page(request):
-            response = self._login_page(request.scope["path"])
+        fact, hint = refusal.problem
+        if wants_page(request):
+            query = request.scope["query_string"].decode("latin-1")
+            asked = quote(request.scope["path"]) + (f"?{query}" if query else "")
+            response = self._refusal_page(status, fact, hint, asked if request.method == "GET" else "/")
         else:
-            fact, hint = refusal.problem
             body = {"error": refusal.detail, "fact": fact, "hint": hint, "fields": []}
             response = JSONResponse(body, status)
         if status == 401:

@@ -20,22 +20,25 @@ import pynvml
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from stoker.errors import ConfigError, NotFoundError, ResourceError
+from stoker.errors import ConfigError, NotFoundError, Problem, ResourceError
 from stoker.monitor.meter import MissingGpu, open_gpu
 from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
 from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
 from stoker.service.database import Database, Outbox
-from stoker.service.datasets import Datasets
-from stoker.service.folders import StateFolder, prepare_state_dir
+from stoker.service.datasets import Datasets, describe
+from stoker.service.folders import DiskRoom, StateFolder, prepare_state_dir
+from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job, Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import EventFeed
 from stoker.service.supervisor import WorkerSupervisor
+from stoker.service.webhooks import Webhooks
 
 if TYPE_CHECKING:
+    from stoker.schema import Json
     from stoker.service.database import State
 
 
@@ -95,15 +98,14 @@ def look_at_machine(services: Services) -> dict[str, Any]:
     """Return memory by the tightest limit, CPUs, disk of the state folder and GPUs; None where unknown."""
     found = probe_machine()
     disk, driver = services.figures.disk.get(), services.figures.gpus.get()
-    disk_bytes, disk_inodes = disk.value or (None, None)
     return {
         "host_bytes": found.host_bytes,
         "host_total_bytes": found.host_total_bytes,
         "host_limit": found.host_limit,
         "cpus": found.cpus,
         "cpu_limit": found.cpu_limit,
-        "disk_bytes": disk_bytes,
-        "disk_inodes": disk_inodes,
+        "disk_bytes": None if disk.value is None else disk.value.bytes,
+        "disk_inodes": None if disk.value is None else disk.value.inodes,
         "gpus": driver.value or [],
         "stale": [text for text in (disk.stale, driver.stale) if text],
         "workers": []
@@ -157,10 +159,9 @@ def as_prometheus(services: Services) -> str:
         "stoker_database_up": int(jobs.error is None),
         "stoker_degraded": int(services.degraded is not None),
         "stoker_streams": services.feed.clients,
-        "stoker_stream_held_chars": services.feed.held,
         "stoker_host_free_bytes": host.host_bytes,
         "stoker_host_limit_bytes": host.host_total_bytes,
-        "stoker_disk_free_bytes": disk.value and disk.value[0],
+        "stoker_disk_free_bytes": None if disk.value is None else disk.value.bytes,
         "process_resident_memory_bytes": process.memory_info().rss,
         "process_open_fds": process.num_fds(),
         "process_threads": process.num_threads(),
@@ -179,6 +180,9 @@ def as_prometheus(services: Services) -> str:
     lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
     lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)
     lines += _job_lines(services)
+    if services.webhooks is not None:
+        for name, kind, values in services.webhooks.figures():
+            lines += counts(name, kind, "webhook", values)
     lines += services.traffic.lines()
     return "\n".join(lines) + "\n"
 
@@ -204,7 +208,9 @@ def _job_lines(services: Services) -> list[str]:
     for figure, values in figures.items():
         known = {id: value for id, value in values.items() if value is not None}
         lines += [f"# TYPE {figure} gauge"] if known else []
-        lines += [f'{figure}{{job="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()]
+        lines += [
+            f'{figure}{{job_id="{id}",name="{_label(names[id])}"}} {value}' for id, value in known.items()
+        ]
     return lines
 
 
@@ -260,10 +266,7 @@ class Figures:
             lambda: QueueFigures.of(jobs), "the queue of jobs", wait_s=FIGURE_S
         )
         """What waits, and what runs."""
-        self.disk: CachedValue[tuple[int | None, int | None]] = CachedValue(
-            lambda: _room(folder), f"the disk of {folder.path}", wait_s=FIGURE_S
-        )
-        """Free bytes and inodes."""
+        self.disk = DiskRoom(folder)
         self.gpus: CachedValue[list[dict[str, Any]]] = CachedValue(
             gpus, "the driver of the GPUs", wait_s=FIGURE_S
         )
@@ -277,11 +280,6 @@ class Figures:
     def look_into(self, what: str, work: Callable[[], T]) -> T:
         """Return what `work` finds in a folder, of `what`; errors as `Pool.call_within`."""
         return self._folders.call_within(FOLDER_S, work, what)
-
-
-def _room(folder: StateFolder) -> tuple[int | None, int | None]:
-    found = probe_machine(path=folder.path)
-    return found.disk_bytes, found.disk_inodes
 
 
 def find_caches(folder: StateFolder) -> list[dict[str, Any]]:
@@ -357,6 +355,8 @@ class Services:
     figures: Figures
     """Figures that take long to read, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
+    webhooks: Webhooks | None = None
+    """Tell other programs what becomes of jobs; None: no URL is named."""
     supervisor: WorkerSupervisor | None = None
     """Supervises the workers; None: only requests are answered."""
     operations: Operations = field(default_factory=Operations)
@@ -449,3 +449,33 @@ async def _injected(connection: HTTPConnection) -> Services:
 
 
 ServicesDep = Annotated[Services, Depends(_injected)]
+
+
+def require_fit(services: Services, config: JobConfig) -> list[dict[str, Json]]:
+    """Return the data sets that a configuration names, if both fit each other.
+
+    Raises:
+        ConfigError: A data set is not registered, or is on a server that the service may not read; the
+            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
+            allowed.
+        ConflictError: A data set was to be generated, and was not.
+        PathRefusedError: A data set is outside the current roots.
+    """
+    try:
+        found = describe(services.database, config.dataset_ids)
+    except NotFoundError as error:
+        hint = f"{error.problem.hint}; POST to the same address registers one, as "
+        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
+        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
+    try:
+        services.access.check_settings(config.settings)
+    except ConfigError as error:
+        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
+    for one in services.datasets.resolve(config.dataset_ids):
+        services.datasets.check_access(one)
+    folder = services.folder
+    settings_of(
+        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+    )
+    return found

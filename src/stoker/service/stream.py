@@ -1,9 +1,8 @@
 """Live events and logs for any number of clients, without a queue per client.
 
-A client has a place in the order of events and gets the events after it. They come from the newest ones,
-which are read once for all clients, or from the outbox if it has fallen behind or reconnects. So a slow
-client costs no memory, and a disconnected one continues after the last number it saw. A `gap` names events
-that were pruned meanwhile.
+A client has a place in the order of events and reads the events after it from the outbox, a page at a time.
+One task polls for the newest number and wakes the clients. So a slow client holds one page, and a
+disconnected one continues after the last number it saw. A `gap` names events that were pruned meanwhile.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ import asyncio
 import json
 import logging
 import os
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing, contextmanager, suppress
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stoker.errors import DegradedError
@@ -39,8 +35,6 @@ SEND_S = 20.0
 """How long a client may leave sent data unread before it is disconnected; it may reconnect."""
 SESSION_LOOK_S = 0.5
 """Seconds between two checks whether the session of a stream has ended."""
-KEPT, KEPT_CHARS = 1000, 4 << 20
-"""Newest events that are kept for all clients, and the characters of their data together."""
 PAGE, PAGE_CHARS = 200, 256 << 10
 """Most events and characters that one client gets at a time, but at least one event."""
 NO_NUMBER = -1
@@ -49,7 +43,7 @@ DEGRADED_S = 1.0
 
 
 class EventFeed:
-    """Reads the outbox while there are clients.
+    """Wakes clients when there are new events, which each reads from the outbox.
 
     Args:
         outbox: Of the database.
@@ -59,37 +53,31 @@ class EventFeed:
     def __init__(self, outbox: Outbox, degraded: Callable[[], str | None] = lambda: None) -> None:
         self._outbox = outbox
         self._degraded = degraded
-        self._told: str | None = None
-        self._kept: deque[Event] = deque()
-        self.held = 0
-        """Characters of the kept events."""
-        self._from = 0
-        """Every event after this number, up to the newest, is kept."""
-        self._newest = -1
-        """-1: unknown, since there was no client."""
-        self._turn = 0
-        """Counts how often the last client left."""
+        self._newest = 0
+        """The newest number at the last poll."""
         self._news = asyncio.Event()
         self._wanted = asyncio.Event()
         self.clients = 0
         self.closing = False
 
     async def run(self) -> None:
-        """Read new events until cancelled."""
+        """Poll for new events while there are clients, until cancelled."""
+        told = None
         while True:
             await self._wanted.wait()
+            newest, pause_s = self._newest, POLL_S
             try:
-                await self._look()
-                await asyncio.sleep(POLL_S)
+                newest = await asyncio.to_thread(self._outbox.newest)
             except DegradedError as error:
                 log.warning("no events for now: %s", error)
-                await asyncio.sleep(DEGRADED_S)
+                pause_s = DEGRADED_S
             except Exception:  # the edge of the task: every client depends on it
                 log.exception("events cannot be read")
-                await asyncio.sleep(DEGRADED_S)
-            if self._told != (why := self._degraded()):
-                self._told = why
+                pause_s = DEGRADED_S
+            if (newest, why := self._degraded()) != (self._newest, told):
+                self._newest, told = newest, why
                 self._tell()
+            await asyncio.sleep(pause_s)
 
     def close(self) -> None:
         """End every stream."""
@@ -112,11 +100,6 @@ class EventFeed:
             self.clients -= 1
             if not self.clients:
                 self._wanted.clear()
-                self._kept.clear()
-                self.held = 0
-                self._newest = -1
-                self._told = None
-                self._turn += 1
 
     async def follow(self, after: int | None, job: str | None = None) -> AsyncGenerator[Event | None]:
         """Yield events after number `after`, without end; None is a heartbeat. Call it while `listening`.
@@ -126,46 +109,33 @@ class EventFeed:
             job: Only events of this job.
         """
         told: str | None = None
-        while self._newest < 0:
-            if self._told != told:
-                told = self._told
-                yield _state(told, job)
-            elif not await self._wait(-1):
-                yield None
-            if self.closing:
-                return
-        place = self._newest if after is None else after
-        if place > self._newest:
-            yield _gap(1, self._newest, job, f"number {place} is not known here: another database")
-            place = self._newest
+        place = after
         while not self.closing:
-            if self._told != told:
-                told = self._told
+            if told != (why := self._degraded()):
+                told = why
                 yield _state(told, job)
-            fresh, seen = await self._after(place, job)
-            for event in fresh:
+            try:
+                events, place = await asyncio.to_thread(self._read, place, job)
+            except DegradedError:
+                yield None
+                await asyncio.sleep(DEGRADED_S)
+                continue
+            for event in events:
                 yield event
-            place = seen
-            if not fresh and not await self._wait(place):
+            if not await self._wait(place):
                 yield None
 
-    async def _after(self, place: int, job: str | None) -> tuple[list[Event], int]:
+    def _read(self, place: int | None, job: str | None) -> tuple[list[Event], int]:
         """Return the next events, and the number up to which they are complete."""
-        newest = self._newest
-        if place >= self._from:
-            fresh = _page(event for event in self._kept if event.number > place and job in (None, event.job))
-        else:
-            try:
-                fresh = await asyncio.to_thread(
-                    self._outbox.read_page, place, job=job, limit=PAGE, most=PAGE_CHARS
-                )
-                oldest = await asyncio.to_thread(self._outbox.oldest)  # last: events may be pruned meanwhile
-            except DegradedError:
-                await asyncio.sleep(DEGRADED_S)
-                return [], place
-            if place < oldest - 1:
-                return [_gap(place + 1, oldest - 1, job, "these events were pruned")], oldest - 1
-        return fresh, fresh[-1].number if fresh else max(place, newest)
+        if place is None:
+            return [], self._outbox.newest()
+        page = self._outbox.read_page(place, job=job, limit=PAGE, most=PAGE_CHARS)
+        if place > page.newest:
+            why = f"number {place} is not known here: another database"
+            return [_gap(1, page.newest, job, why)], page.newest
+        if place < page.oldest - 1:
+            return [_gap(place + 1, page.oldest - 1, job, "these events were pruned")], page.oldest - 1
+        return page.events, page.events[-1].number if page.events else page.newest
 
     async def _wait(self, place: int) -> bool:
         """Wait for an event after `place`; return False if none came for `HEARTBEAT_S`."""
@@ -178,43 +148,9 @@ class EventFeed:
             return False
         return True
 
-    async def _look(self) -> None:
-        """Keep new events, unless the last client left meanwhile."""
-        turn = self._turn
-        if self._newest < 0:
-            newest = await asyncio.to_thread(self._outbox.newest)
-            if turn != self._turn:
-                return
-            self._newest = self._from = newest
-            self._tell()
-        read = partial(self._outbox.read_page, limit=PAGE, most=PAGE_CHARS)
-        while fresh := await asyncio.to_thread(read, self._newest):
-            if turn != self._turn:
-                return
-            for event in fresh:
-                self._kept.append(event)
-                self.held += event.size
-                while len(self._kept) > KEPT or (self.held > KEPT_CHARS and len(self._kept) > 1):
-                    gone = self._kept.popleft()
-                    self._from, self.held = gone.number, self.held - gone.size
-            self._newest = fresh[-1].number
-            self._tell()
-
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-
-def _page(events: Iterable[Event]) -> list[Event]:
-    """Return the first events: at most `PAGE` with `PAGE_CHARS` together, but at least one."""
-    page: list[Event] = []
-    total = 0
-    for event in islice(events, PAGE):
-        total += event.size
-        if page and total > PAGE_CHARS:
-            break
-        page.append(event)
-    return page
 
 
 def _state(why: str | None, job: str | None) -> Event:
@@ -255,9 +191,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if self._feed.full:
-            body = {"error": f"{FULL}. {FULL_HINT}", "fact": FULL, "hint": FULL_HINT, "fields": []}
-            await JSONResponse(body, 503, {"Retry-After": "5"})(scope, receive, send)
-            return
+            raise DegradedError(FULL, hint=FULL_HINT)
 
         async def write(text: str) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})

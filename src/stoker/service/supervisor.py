@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from stoker.errors import ConfigError, DegradedError, ResourceError, StokerError
 from stoker.runtime.files import replace_atomically
@@ -48,8 +47,8 @@ _LONGEST_WAIT_S = 30.0
 
 WORKER_MODULES = ("stoker.service.worker", "stoker.service.datasets")
 """Modules that are imported before a worker starts."""
-SLOT_S = 120.0
-"""How long to wait for a worker of an earlier service without a message: its job writes a checkpoint."""
+EARLIER_S = 120.0
+"""How long to wait for workers of an earlier service without a message: their jobs write checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +78,9 @@ class WorkerState:
 class WorkerSupervisor:
     """Keeps workers running and does chores; call `start`, and `stop` when the server ends.
 
+    Its workers inherit a lock. The workers of an earlier service hold it while they write checkpoints of
+    their jobs. Until then no worker is started and no job is given back, so two jobs never share a device.
+
     Args:
         database: Of the jobs.
         folder: The state folder.
@@ -102,9 +104,12 @@ class WorkerSupervisor:
         self._folder = folder
         self._room = DiskRoom(folder)
         self._queue = JobQueue(database, plan.settings.retry)
+        self._workers_lock = FileLock(folder.workers / "lock")
+        self._has_workers_lock = False
+        self._complain_from = time.monotonic() + EARLIER_S
         settings = replace(plan.settings, url=database.address(), state=str(folder.path))
         self._slots = [
-            WorkerSlot(number, plan.devices[number % len(plan.devices)], settings, folder)
+            WorkerSlot(number, plan.devices[number % len(plan.devices)], settings, folder, self._workers_lock)
             for number in range(plan.workers)
         ]
         self._stopping = threading.Event()
@@ -133,6 +138,7 @@ class WorkerSupervisor:
         if self._watch is not None:
             self._watch.wait(limit_s)
         in_order = [slot.end(deadline) for slot in self._slots]
+        self._workers_lock.release()
         self._lock.release()
         return all(in_order)
 
@@ -159,19 +165,21 @@ class WorkerSupervisor:
         if now - self._looked > timeout_s / 2:
             self._heard_from = now  # this process, or the entire machine, stood still, not the workers
         self._looked = now
-        ended = [slot.look(now, heard_from=self._heard_from) for slot in self._slots]
+        slots = self._slots if self._has_workers_lock else ()
+        ended = [slot.look(now, heard_from=self._heard_from) for slot in slots]
         if not any(ended) and now < self._look_from:
             return
         self._look_from = now + min(1.0, timeout_s / 4)
         try:
             self._check_health(now)
-            self._take_jobs_from_dead_workers()
+            if self._lock_workers(now):
+                self._take_jobs_from_dead_workers()
         except DegradedError as error:
             if not self._is_away:
                 _log.error("%s", error)
             self._is_away = True
         except (StokerError, OSError) as error:
-            why = f"a dead worker may hold a job: {error}"
+            why = f"the workers cannot be looked after: {error}"
             if not self._is_away:
                 _log.error("%s", why)
             self._is_away = True
@@ -180,33 +188,21 @@ class WorkerSupervisor:
             self._is_away = False
             self._database.trouble.note("workers", None)
 
+    def _lock_workers(self, now: float) -> bool:
+        """Take the lock of the workers; return False while workers of an earlier service have it."""
+        self._has_workers_lock = self._has_workers_lock or self._workers_lock.acquire()
+        if not self._has_workers_lock and now > self._complain_from:
+            self._complain_from = now + EARLIER_S
+            path = self._workers_lock.path
+            _log.error(
+                "a worker of an earlier service has %s. Check its process: jobs wait for its end", path
+            )
+        return self._has_workers_lock
+
     def _take_jobs_from_dead_workers(self) -> None:
-        """Give back the jobs of dead workers, also of an earlier service that has ended.
-
-        Raises:
-            DegradedError: The database does not answer.
-            StokerError, OSError: It is unknown whether a worker is dead; jobs of the others are given back.
-        """
-        unknown: StokerError | OSError | None = None
         for name in self._queue.workers() - {slot.name for slot in self._slots if slot.works}:
-            try:
-                is_dead = self._is_dead(name)
-            except (StokerError, OSError) as error:
-                unknown = error
-                continue
-            for job in self._queue.release(name) if is_dead else ():
+            for job in self._queue.release(name):
                 _log.warning("job %s lost its worker and is now %s", job.id, job.state)
-        if unknown is not None:
-            raise unknown
-
-    def _is_dead(self, name: str) -> bool:
-        number = slot_of(name)
-        if number is None:
-            return True
-        if number < len(self._slots):
-            return self._slots[number].is_ours  # the slot is ours once all its earlier workers are dead
-        with FileLock(_slot_file(self._folder, number), create=False) as lock:
-            return lock.acquire()
 
     def _run_chores(self) -> None:
         while not self._stopping.is_set():
@@ -232,20 +228,14 @@ class WorkerSupervisor:
 
 
 class WorkerSlot:
-    """The slot of one worker: starts its process, restarts it, and knows whether an earlier one still runs.
-
-    A lock belongs to the slot: the service takes it, and the worker inherits it. A service that finds it
-    taken waits for a worker of an earlier service, which writes a checkpoint of its job.
-    """
+    """The slot of one worker: starts its process, which inherits `lock`, and restarts it."""
 
     def __init__(
-        self, number: int, device: str | None, settings: WorkerSettings, folder: StateFolder
+        self, number: int, device: str | None, settings: WorkerSettings, folder: StateFolder, lock: FileLock
     ) -> None:
         self._number, self._device, self._folder = number, device, folder
         self._settings = replace(settings, limits=replace(settings.limits, devices=device))
-        self._lock = FileLock(_slot_file(folder, number))
-        self.is_ours = False
-        """All workers of this slot in an earlier service have ended."""
+        self._lock = lock
         self.name = ""
         """Name of its current or last worker."""
         self._child: Child | None = None
@@ -253,7 +243,6 @@ class WorkerSlot:
         self._deaths = 0
         self._born = self._start_from = 0.0
         self._wait_s = _SHORTEST_WAIT_S
-        self._complain_from = time.monotonic() + SLOT_S
 
     def look(self, now: float, *, heard_from: float) -> bool:
         """Start its worker if none runs, kill it if it hangs; return whether it was found dead.
@@ -266,7 +255,7 @@ class WorkerSlot:
             self._handle_death(now)
         elif self._child is not None and not self._is_killed:
             self._kill_if_silent(self._child, now, heard_from)
-        if self._child is None and now >= self._start_from and self._have_lock(now):
+        if self._child is None and now >= self._start_from:
             self._start(now)
         return found_dead
 
@@ -292,19 +281,6 @@ class WorkerSlot:
             )  # fmt: skip
             child.kill()
             self._is_killed = True
-
-    def _have_lock(self, now: float) -> bool:
-        if self.is_ours:
-            return True
-        why = "a worker of an earlier service holds it. Check its process"
-        try:
-            self.is_ours = self._lock.acquire()
-        except (StokerError, OSError) as error:  # for example, no space for the file
-            why = str(error)
-        if not self.is_ours and now > self._complain_from:
-            self._complain_from = now + SLOT_S
-            _log.error("%s cannot be locked: %s. Worker %d waits for it", self._lock.path, why, self._number)
-        return self.is_ours
 
     def _start(self, now: float) -> None:
         self.name, self._born = f"{os.uname().nodename}-{self._number}-{secrets.token_hex(4)}", now
@@ -363,22 +339,7 @@ class WorkerSlot:
                 self._child.stop(0.0, 10.0)  # one that hangs in the system is left behind
             self._child.close()
             self._child = None
-        self._lock.release()
         return in_order
-
-
-def slot_of(name: str) -> int | None:
-    """Return the slot in a worker's name; None if the name has no slot.
-
-    >>> slot_of("a-host-3-0f0f0f0f"), slot_of("by hand")
-    (3, None)
-    """
-    words = name.rsplit("-", 2)
-    return int(words[1]) if len(words) == 3 and words[1].isdecimal() else None
-
-
-def _slot_file(folder: StateFolder, number: int) -> Path:
-    return folder.workers / f"{number}.lock"
 
 
 def remove_orphans(folder: StateFolder, jobs: Jobs) -> list[str]:

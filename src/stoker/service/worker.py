@@ -38,7 +38,8 @@ from stoker.service.executor import (
     RayTarget,
 )
 from stoker.service.folders import DiskRoom, JobFile, StateFolder
-from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Line, Outcome, end_line, read_lines
+from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Outcome
+from stoker.service.journal import Line, end_line, read_lines
 from stoker.service.security import DataAccess
 from stoker.units import format_seconds
 

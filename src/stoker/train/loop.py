@@ -786,9 +786,10 @@ class TrainLoop:
         found: dict[Kind, Checkpoint | None] = {"best": self._best, "last": self._checkpoint()}
         for kind, checkpoint in found.items():
             if checkpoint is not None and self.folder is not None:
+                begun_s = time.perf_counter()
                 path = save_checkpoint(self.folder / "checkpoints", kind, checkpoint)
-                event = "checkpoint" if kind == "last" else "best"
-                self.tell(event, {"path": str(path), "step": checkpoint.step})
+                event, took_s = "checkpoint" if kind == "last" else "best", time.perf_counter() - begun_s
+                self.tell(event, {"path": str(path), "step": checkpoint.step, "seconds": round(took_s, 4)})
         self._best, self._saved_s = None, time.monotonic()
         return path
 

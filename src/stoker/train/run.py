@@ -190,7 +190,9 @@ class _TrainRun:
             )
         )
         differs = changed_settings(resumed, checkpoint.state)
-        self.tell("resume", {"step": checkpoint.step, "epoch": done.epoch + 1, "changed": differs})
+        rows = [row for row in self.log.rows() if row.get("kind") == "epoch"]
+        facts: dict[str, Json] = {"step": checkpoint.step, "epoch": done.epoch + 1, "changed": differs}
+        self.tell("resume", {**facts, "row": rows[-1] if rows else None})
         return resumed
 
     def _begun(self) -> OperatorObjective:

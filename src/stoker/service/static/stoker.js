@@ -15,6 +15,29 @@ function say(text) {
   toast.hidden = !text;
 }
 
+// The session has ended: the login comes in place of the page, unless a form would be lost with it.
+
+let filled = false;
+
+document.addEventListener("input", (event) => {
+  if (event.target.closest("[data-json]")) filled = true;
+});
+
+function sessionEnded() {
+  if (!filled) {
+    location.reload();
+    return true;
+  }
+  if (!toast.hidden && toast.firstElementChild) return false; // it was said
+  const link = document.createElement("a");
+  link.href = "/login";
+  link.target = "_blank";
+  link.textContent = "Log in";
+  toast.replaceChildren("Your session has ended. ", link, " in another tab, then send this again.");
+  toast.hidden = false;
+  return false;
+}
+
 const degraded = document.getElementById("degraded");
 
 function sayDegraded(text) {
@@ -85,11 +108,9 @@ function follow(address) {
     const unread = new AbortController();
     try {
       const response = await fetch(url, {headers: {Accept: "application/json"}, signal: unread.signal});
-      if (response.status === 401) { // the session has ended: the login comes in place of the page
-        location.reload();
-        return;
-      }
-      if (!response.ok) {
+      if (response.status === 401) {
+        if (sessionEnded()) return;
+      } else if (!response.ok) {
         sayLive(`This page gets no events: ${(await response.json()).error}. It asks again every ${RETRY_MS / 1000} s.`);
         sayDegraded("");
         news();
@@ -495,7 +516,7 @@ async function finish(operation, place) {
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     const reply = await ask(`/api/v1/training/operations/${now.id}`, "GET");
     if (reply.status === 401) {
-      location.reload();
+      sessionEnded();
       return;
     }
     now = reply.ok ? reply.answer : {state: "failed", error: why(reply.answer)};
@@ -564,8 +585,10 @@ document.addEventListener("submit", async (event) => {
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
   form.setAttribute("aria-busy", "true"); // not `disabled`, which takes the focus
   try {
-    const {ok, answer, address} = await ask(form.getAttribute("action"), form.dataset.method || "POST", body, headers);
-    if (!ok) {
+    const {ok, status, answer, address} = await ask(form.getAttribute("action"), form.dataset.method || "POST", body, headers);
+    filled &&= !ok;
+    if (status === 401) sessionEnded();
+    else if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(why(answer) || "the service refused this");
     } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
@@ -659,7 +682,7 @@ async function sendAll(what, boxes, request) {
     for (const box of boxes) {
       const {ok, status, answer} = await request(`${JOBS}/${encodeURIComponent(box.value)}`);
       if (status === 401) {
-        location.reload();
+        sessionEnded();
         return;
       }
       if (!ok) refused.push(`${box.dataset.name}: ${why(answer) || `refused (${status})`}`);
@@ -726,13 +749,14 @@ document.addEventListener("htmx:afterRequest", (event) => {
   say("");
   if (successful && elt.dataset.then) location.assign(elt.dataset.then);
   else if (successful) news();
+  else if (xhr.status === 401) sessionEnded();
   else if (xhr.responseText) say(why(JSON.parse(xhr.responseText)));
 });
 
 document.addEventListener("htmx:sendError", () => say("the service does not answer. Is it still running?"));
 document.addEventListener("htmx:responseError", (event) => {
   if (event.detail.requestConfig.verb !== "get") return;
-  if (event.detail.xhr.status === 401) location.reload();
+  if (event.detail.xhr.status === 401) sessionEnded();
   if (event.detail.xhr.status === 404) location.assign("/");
 });
 
@@ -806,6 +830,7 @@ async function showPlan() {
       body: JSON.stringify(bodyOf(form, null)),
     });
     if (answer.ok) plan.innerHTML = await answer.text();
+    else if (answer.status === 401) sessionEnded();
     else sayPlan("The service refuses these settings; submitting says why.");
   } catch {
     sayPlan("The service does not answer.");
