@@ -130,8 +130,8 @@ def test_a_job_is_submitted_and_a_wrong_field_is_named_below_it(running: Running
 def test_a_form_that_was_filled_in_outlives_the_session(running: Running, page: Any) -> None:
     """The login opens in another tab, and the form is sent from where it was."""
     page.goto("/jobs/new")
-    page.get_by_label("name", exact=True).fill("kept over the login")
-    page.get_by_label("epochs", exact=True).fill("9")
+    page.get_by_label("Name", exact=True).fill("kept over the login")
+    page.get_by_label("Epochs", exact=True).fill("9")
     end_sessions(running, page)
     page.get_by_role("button", name="Submit").click()
     with page.context.expect_page() as opened:
@@ -139,7 +139,7 @@ def test_a_form_that_was_filled_in_outlives_the_session(running: Running, page: 
     opened.value.get_by_label("Code or token").fill(running.token)
     opened.value.get_by_role("button", name="Log in").click()
     opened.value.get_by_role("heading", name="Jobs").wait_for()
-    assert page.get_by_label("epochs", exact=True).input_value() == "9"
+    assert page.get_by_label("Epochs", exact=True).input_value() == "9"
     page.get_by_role("button", name="Submit").click()
     page.get_by_role("heading", name="kept over the login").wait_for()
 
@@ -561,12 +561,10 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
             page.wait_for_load_state("domcontentloaded")
             if name in ("job", "compare"):
                 page.get_by_role("img", name="Loss").first.wait_for()
-            if name == "api":
-                page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
             if name == "jobs":
                 page.locator("[name=ids]").first.check()
-            if name == "new":
-                page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            if name in ("new", "api"):
+                page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
             found = axe.Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name

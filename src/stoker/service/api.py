@@ -18,14 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 import stoker
-from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, Problem
+from stoker.errors import ConflictError, DegradedError, NotFoundError
 from stoker.schema import Json, digest_json
 from stoker.service import stream
 from stoker.service.background import Operation, Operations
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
-from stoker.service.datasets import Dataset, Generation, Registration, describe
+from stoker.service.datasets import Dataset, Generation, Registration
 from stoker.service.folders import ResultFile, result_files
-from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job
 from stoker.service.listing import NEWEST, JobFilter, Sort
 from stoker.service.models import (
@@ -53,7 +52,7 @@ from stoker.service.models import (
 )
 from stoker.service.probes import probe
 from stoker.service.security import CODE_S
-from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine
+from stoker.service.services import Services, ServicesDep, as_prometheus, look_at_machine, require_fit
 from stoker.service.stream import EventStream, as_text
 from stoker.service.timeline import (
     COLUMNS,
@@ -106,7 +105,7 @@ ContinueKey = Annotated[
 )
 def create_job(body: JobRequest, services: ServicesDep, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config, datasets = body.config, _fitting(services, body.config)
+    config, datasets = body.config, require_fit(services, body.config)
     if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit",
@@ -362,7 +361,7 @@ def plan_job(
 
 def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: float) -> Operation:
     """Plan a job among other operations, and wait for its end up to `wait_s`; errors as `plan_job`."""
-    datasets = _fitting(services, body.config)
+    datasets = require_fit(services, body.config)
 
     def work() -> dict[str, Any]:
         return probe(
@@ -379,36 +378,6 @@ def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: 
     what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
     digest = digest_json(body.config.model_dump(mode="json"))[:8]
     return among.start(f"{what} ({digest})", work, wait_s=wait_s)
-
-
-def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
-    """Return the data sets that a configuration names, if both fit each other.
-
-    Raises:
-        ConfigError: A data set is not registered, or is on a server that the service may not read; the
-            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
-            allowed.
-        ConflictError: A data set was to be generated, and was not.
-        PathRefusedError: A data set is outside the current roots.
-    """
-    try:
-        found = describe(services.database, config.dataset_ids)
-    except NotFoundError as error:
-        hint = f"{error.problem.hint}; POST to the same address registers one, as "
-        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
-        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
-        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
-    try:
-        services.access.check_settings(config.settings)
-    except ConfigError as error:
-        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
-    for one in services.datasets.resolve(config.dataset_ids):
-        services.datasets.check_access(one)
-    folder = services.folder
-    settings_of(
-        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
-    )
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -764,26 +764,10 @@ def bind_folder(connection: sa.Connection, folder: str) -> None:
 # visible in order, so a client that has read up to n and asks for later events misses nothing.
 
 
-KINDS = frozenset(
-    {
-        "queued",
-        "claimed",
-        "started",
-        "progress",
-        "batch",
-        "metrics",
-        "stall",
-        "pausing",
-        "paused",
-        "resumed",
-        "changed",
-        "cancelling",
-        "cancelled",
-        "completed",
-        "failed",
-        "deleted",
-    }
-)
+KINDS = frozenset({
+    "queued", "claimed", "started", "progress", "batch", "metrics", "stall", "pausing", "paused", "resumed",
+    "changed", "cancelling", "cancelled", "completed", "failed", "deleted",
+})  # fmt: skip
 """`queued` is written at creation and when a lost job goes back, `claimed` by a worker. `started` is written
 by the job's process once it trains, `stall` every few seconds from then on, `resumed` by `resume` and
 `extend`, `changed` by a new name or other tags."""

@@ -320,8 +320,9 @@ def install(app: FastAPI, *, page: Callable[[Request, int, str, str], Response])
             error_body(error.fact, error.hint) if isinstance(error, StokerError) else error_body(str(error))
         )
         if isinstance(error, JobFieldError):
-            fields = [{"path": f"config.{name}", "problem": str(why)} for name, why in error.fields]
-            body["fields"] = fields
+            body["fields"] = [
+                {"path": f"config.{name}", "problem": str(problem)} for name, problem in error.fields
+            ]
         return answer(request, status, body, {"Retry-After": "2"} if status in (503, 504) else {})
 
     def of_fields(request: Request, error: Exception) -> Response:
@@ -349,7 +350,6 @@ def status_of(error: Exception) -> int:
 
 def _wrong_request(request: Request, error: Exception) -> dict[str, Any]:
     """Return the body of the answer to a request with wrong fields."""
-
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
         FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))

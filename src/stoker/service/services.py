@@ -20,15 +20,16 @@ import pynvml
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from stoker.errors import ConfigError, NotFoundError, ResourceError
+from stoker.errors import ConfigError, NotFoundError, Problem, ResourceError
 from stoker.monitor.meter import MissingGpu, open_gpu
 from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
 from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
 from stoker.service.database import Database, Outbox
-from stoker.service.datasets import Datasets
+from stoker.service.datasets import Datasets, describe
 from stoker.service.folders import DiskRoom, StateFolder, prepare_state_dir
+from stoker.service.job_config import JobConfig, JobFieldError, settings_of
 from stoker.service.jobs import Job, Jobs
 from stoker.service.probes import probe
 from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
@@ -37,6 +38,7 @@ from stoker.service.supervisor import WorkerSupervisor
 from stoker.service.webhooks import Webhooks
 
 if TYPE_CHECKING:
+    from stoker.schema import Json
     from stoker.service.database import State
 
 
@@ -447,3 +449,33 @@ async def _injected(connection: HTTPConnection) -> Services:
 
 
 ServicesDep = Annotated[Services, Depends(_injected)]
+
+
+def require_fit(services: Services, config: JobConfig) -> list[dict[str, Json]]:
+    """Return the data sets that a configuration names, if both fit each other.
+
+    Raises:
+        ConfigError: A data set is not registered, or is on a server that the service may not read; the
+            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
+            allowed.
+        ConflictError: A data set was to be generated, and was not.
+        PathRefusedError: A data set is outside the current roots.
+    """
+    try:
+        found = describe(services.database, config.dataset_ids)
+    except NotFoundError as error:
+        hint = f"{error.problem.hint}; POST to the same address registers one, as "
+        hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+        unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
+        raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None
+    try:
+        services.access.check_settings(config.settings)
+    except ConfigError as error:
+        raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
+    for one in services.datasets.resolve(config.dataset_ids):
+        services.datasets.check_access(one)
+    folder = services.folder
+    settings_of(
+        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+    )
+    return found

@@ -585,8 +585,7 @@ document.addEventListener("submit", async (event) => {
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
   form.setAttribute("aria-busy", "true"); // not `disabled`, which takes the focus
   try {
-    const method = form.dataset.method || "POST";
-    const {ok, status, answer, address} = await ask(form.getAttribute("action"), method, body, headers);
+    const {ok, status, answer, address} = await ask(form.getAttribute("action"), form.dataset.method || "POST", body, headers);
     filled &&= !ok;
     if (status === 401) sessionEnded();
     else if (!ok) {
@@ -683,7 +682,7 @@ async function sendAll(what, boxes, request) {
     for (const box of boxes) {
       const {ok, status, answer} = await request(`${JOBS}/${encodeURIComponent(box.value)}`);
       if (status === 401) {
-        location.reload();
+        sessionEnded();
         return;
       }
       if (!ok) refused.push(`${box.dataset.name}: ${why(answer) || `refused (${status})`}`);
