@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError, ServiceError
-from stoker.service.client import Client
+from stoker.service.client import Client, find_job
 from stoker.service.database import State
 from stoker.service.jobs import Job, JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
@@ -61,8 +61,8 @@ def test_a_job_is_submitted_looked_at_paused_and_cancelled(running: Running, at:
 
 def test_jobs_are_tagged_and_found_again(at: list[str]) -> None:
     made = job("submit", SETTING, "--name", "tagged run", *at)
-    assert job("tag", made["id"], "+night", "house", "-none", *at)["tags"] == ["house", "night"]
-    assert job("tag", "--state-dir", at[1], made["id"], "-house")["tags"] == ["night"]
+    assert job("tag", made["id"], "night", "house", "--remove", "none", *at)["tags"] == ["house", "night"]
+    assert job("tag", "--state-dir", at[1], made["id"], "--remove", "house")["tags"] == ["night"]
 
     def found(*words: str) -> list[str]:
         return [one["id"] for one in job("list", *words, *at)["jobs"]]
@@ -190,6 +190,77 @@ def test_metrics_are_downloaded_as_csv(running: Running, at: list[str], tmp_path
     assert [int(row["epoch"]) for row in read] == [*range(1, 1501)]
     assert [float(row["val_loss"]) for row in read] == [row["val_loss"] for row in rows]
     assert (read[0]["accuracy"], read[-1]["accuracy"]) == ("", "0.5")
+
+
+def test_a_job_is_named_by_the_start_of_its_id_or_by_its_name(running: Running, at: list[str]) -> None:
+    first, second = (job("submit", SETTING, "--name", f"called {n}", *at)["id"] for n in "ab")
+    length = next(n for n in range(1, 37) if first[:n] != second[:n])
+    ids = [one["id"] for one in job("list", "--limit", "500", *at)["jobs"]]
+    unique = next(first[:n] for n in range(length, 37) if sum(one.startswith(first[:n]) for one in ids) == 1)
+
+    assert job("show", unique, *at)["job"]["id"] == first
+    assert job("pause", "called b", *at)["id"] == second
+    assert job("resume", "called b", *at)["id"] == second
+    job("submit", SETTING, "--name", "called a", *at)
+    error = job("cancel", "called a", *at, exit_code=3)["error"]
+    assert "2 jobs" in error
+    assert first in error
+    assert job("show", first, *at)["job"]["status"] == "queued", "none was cancelled"
+    assert "'called' does not exist" in job("show", "called", *at, exit_code=3)["error"]
+    assert job("cancel", unique, *at)["id"] == first
+    assert job("delete", unique, "--yes", *at) == {"deleted": first}
+
+
+def test_a_job_is_found_behind_the_first_page(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.service.client.PAGE_JOBS", 1)
+    client = Client(running.address, running.token)
+    made = client.submit({"job_name": "the oldest of three", "config": CONFIG})["id"]
+    for _ in range(2):
+        client.submit({"config": CONFIG})
+
+    assert find_job(client, "the oldest of three") == made
+
+
+@pytest.mark.parametrize("given", ["2026-01-01", "[2026-01-01]", "2026-01-01,5e3", "[2026-01-01, 5e3]"])
+def test_data_sets_are_named_with_and_without_brackets(running: Running, at: list[str], given: str) -> None:
+    known = {
+        "2026-01-01": "00000000-0000-4000-8000-0000000000aa",
+        "5e3": "00000000-0000-4000-8000-0000000000ab",
+    }
+    for name, id in known.items():
+        if name not in {one.name for one in running.services.datasets.list(limit=500)}:
+            note_radio(running.services, id, name)
+    names = given.strip("[]").replace(" ", "").split(",")
+
+    made = job("submit", f"dataset_ids={given}", *at)
+
+    assert made["dataset_ids"] == [known[name] for name in names]
+
+
+def test_a_folder_that_does_not_exist_is_named_before_anything_is_sent(at: list[str], tmp_path: Path) -> None:
+    error = job("download", "x", "--to", str(tmp_path / "nodir" / "m"), *at, exit_code=3)["error"]
+
+    assert f"{tmp_path / 'nodir'} is not a folder" in error
+    assert not (tmp_path / "nodir").exists()
+
+
+def test_the_environment_names_service_token_and_folder(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = running.services.folder
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOKER_STATE_DIR", str(folder.path))
+    assert "jobs" in job("list")
+    monkeypatch.setenv("STOKER_STATE_DIR", str(tmp_path / "nothing"))
+    monkeypatch.setenv("STOKER_SERVER", running.address)
+    assert "token" in job("list", exit_code=3)["error"]
+    monkeypatch.setenv("STOKER_TOKEN_FILE", str(folder.token))
+    assert "jobs" in job("list")
+    (tmp_path / "wrong").write_text("x" * 40)
+    assert (
+        "does not take the token"
+        in job("list", "--token-file", str(tmp_path / "wrong"), exit_code=1)["error"]
+    )
 
 
 def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> None:

@@ -185,8 +185,7 @@ def _as_command(name: str, made: Any, **settings: bool) -> Any:
     if isinstance(made, typer.Typer):
         app.add_typer(made, name=name)
     else:
-        kind = getattr(made, "command_class", None)
-        app.command(name, cls=kind, context_settings=settings)(made)
+        app.command(name, context_settings=settings)(made)
     return typer.main.get_group(app).commands[name]
 
 

@@ -8,15 +8,15 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperCommand
 
-from stoker.cli.command import CommandOutput, Yes, cli_command, duration, size
+from stoker.cli.command import CommandOutput, Yes, cli_command, duration, size, spread_flags
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, DegradedError, StalledError, StokerError
 from stoker.plugins import load_extension
@@ -32,15 +32,18 @@ STATE_DIR = Path(".stoker/service")
 NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 """Packages of the extra `service`."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
+STATE, TOKEN_FILE = "STOKER_STATE_DIR", "STOKER_TOKEN_FILE"
 """Variables of the environment: a command line can be read by everybody on a machine."""
 TEXTS = frozenset({"kind", "name", "path", "url", "set", "table"})
 """Settings of a data set that are text whatever they look like."""
 TRIES = 4
 """How often a request with a key is sent when the service does not answer; the key makes it one request."""
 Dir = Annotated[
-    Path,
+    Path | None,
     # Not typer's own kind of path, which looks at it: its storage may not answer.
-    typer.Option(parser=Path, metavar="PATH", help="The service's state folder: token, database, caches."),
+    typer.Option(
+        parser=Path, metavar="PATH", help=f"The service's state folder; default: ${STATE}, else {STATE_DIR}."
+    ),
 ]
 
 
@@ -48,7 +51,7 @@ Dir = Annotated[
 def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
-    state_dir: Dir = STATE_DIR,
+    state_dir: Dir = None,
     host: Annotated[
         str, typer.Option(help="The address to listen on; others may then try to log in.")
     ] = "127.0.0.1",
@@ -131,9 +134,10 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     from stoker.service.server import serve as run
 
     cluster = _cluster(executor, ray_address, ray_gpus)
-    require_writable(state_dir, "--state-dir")
+    folder = _state_dir(state_dir)
+    require_writable(folder, "--state-dir")
     settings = ServeSettings(
-        state_dir=state_dir.absolute() if cluster else state_dir,
+        state_dir=folder.absolute() if cluster else folder,
         host=host,
         port=port,
         database=database or os.environ.get(DATABASE),
@@ -186,22 +190,47 @@ def render_started(started: ServiceInfo, console: Console) -> None:
         console.print(escape(line))
 
 
-Server = Annotated[
-    str | None,
-    typer.Option("--server", metavar="URL", help=f"The service; default: ${SERVER}, else its folder's."),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option("--token-file", readable=False, help=f"Default: ${TOKEN}, else that of the folder."),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFlags:
+    """Flags of every command that speaks to a service."""
+
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help=f"The service; default: ${SERVER}, else its folder's.")
+    ] = None
+    state_dir: Dir = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            parser=Path,
+            metavar="PATH",
+            help=f"With its token; default: ${TOKEN}, ${TOKEN_FILE}, else that of the folder.",
+        ),
+    ] = None
+
+    def client(self) -> Client:
+        """Return a client of the service."""
+        from stoker.service.client import Client, read_address, read_token
+
+        folder = _state_dir(self.state_dir)
+        address = self.server or os.environ.get(SERVER) or read_address(folder)
+        token = os.environ.get(TOKEN) if self.token_file is None else None
+        path = self.token_file or Path(os.environ.get(TOKEN_FILE) or folder / "token")
+        return Client(address, token or read_token(path))
+
+
+def _state_dir(given: Path | None) -> Path:
+    return given or Path(os.environ.get(STATE) or STATE_DIR)
+
+
 DatasetWords = Annotated[
     list[str], typer.Argument(metavar="KEY=VALUE", help="kind=, name= and what the kind takes.")
 ]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The job; `stoker job list` shows them.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job: id, start of one, or name.")]
 
 
 @cli_command
-def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@spread_flags
+def job_submit(
     out: CommandOutput,
     words: Annotated[
         list[str] | None,
@@ -213,9 +242,8 @@ def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     name: Annotated[str | None, typer.Option(help="What to call it.")] = None,
     key: Annotated[str | None, typer.Option(help="The same key again is the same job.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends.")] = False,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Submit a job.
 
@@ -224,7 +252,7 @@ def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job submit dataset_ids=[burgers] --name night-run
       stoker job submit job.yaml batch_size=256 epochs=50 --follow
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
     made = _submit(client, list(words or []), name, key)
     out.show(made, _render_jobs)
     if follow:
@@ -232,6 +260,7 @@ def job_submit(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 @cli_command
+@spread_flags
 def job_list(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     out: CommandOutput,
     search: Annotated[
@@ -247,9 +276,8 @@ def job_list(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         str, typer.Option(help="created, name, state, loss or duration; with -, the largest first.")
     ] = "-created",
     limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 50,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """List jobs, the newest first.
 
@@ -258,7 +286,7 @@ def job_list(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job list --status running --status queued
       stoker job list --search burgers --tag baseline --sort loss
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
     found = client.jobs(
         search=search, status=status or (), kind=kind, dataset=dataset, tag=tag or (), sort=sort, limit=limit
     )
@@ -266,12 +294,12 @@ def job_list(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 @cli_command
+@spread_flags
 def job_show(
     out: CommandOutput,
     id: JobId,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Show a job and its last epochs.
 
@@ -279,18 +307,19 @@ def job_show(
     Example:
       stoker job show 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    out.show(_client(server, state_dir, token_file).job(id), _render_job)
+    client = flags.client()
+    out.show(client.job(_find(client, id)), _render_job)
 
 
 @cli_command
-def job_logs(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@spread_flags
+def job_logs(
     out: CommandOutput,
     id: JobId,
     lines: Annotated[int, typer.Option(min=1, max=5000, help="How many, from the end.")] = 50,
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Show the log of a job.
 
@@ -298,19 +327,20 @@ def job_logs(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker job logs 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --follow
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
+    id = _find(client, id)
     out.show(client.log(id, tail=lines), _render_log)
     if follow:
         _follow(out, client, id)
 
 
 @cli_command
+@spread_flags
 def job_cancel(
     out: CommandOutput,
     id: JobId,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Cancel a job; what it has trained stays.
 
@@ -318,16 +348,17 @@ def job_cancel(
     Example:
       stoker job cancel 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    out.show(_client(server, state_dir, token_file).act(id, "cancel"), _render_jobs)
+    client = flags.client()
+    out.show(client.act(_find(client, id), "cancel"), _render_jobs)
 
 
 @cli_command
+@spread_flags
 def job_pause(
     out: CommandOutput,
     id: JobId,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Pause a job at its next checkpoint.
 
@@ -335,16 +366,17 @@ def job_pause(
     Example:
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    out.show(_client(server, state_dir, token_file).act(id, "pause"), _render_jobs)
+    client = flags.client()
+    out.show(client.act(_find(client, id), "pause"), _render_jobs)
 
 
 @cli_command
+@spread_flags
 def job_resume(
     out: CommandOutput,
     id: JobId,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Resume a job from its newest checkpoint.
 
@@ -354,17 +386,18 @@ def job_resume(
     Example:
       stoker job resume 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    out.show(_client(server, state_dir, token_file).act(id, "resume"), _render_jobs)
+    client = flags.client()
+    out.show(client.act(_find(client, id), "resume"), _render_jobs)
 
 
 @cli_command
+@spread_flags
 def job_continue(
     out: CommandOutput,
     id: JobId,
     epochs: Annotated[int, typer.Option(min=1, help="How many more.")],
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Train a completed job for more epochs.
 
@@ -372,12 +405,14 @@ def job_continue(
     Example:
       stoker job continue 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --epochs 10
     """
-    client = _client(server, state_dir, token_file)
-    out.show(_ask_once(lambda key: client.more(id, epochs, key=key)), _render_jobs)
+    client = flags.client()
+    found = _find(client, id)
+    out.show(_ask_once(lambda key: client.more(found, epochs, key=key)), _render_jobs)
 
 
 @cli_command
-def job_clone(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@spread_flags
+def job_clone(
     out: CommandOutput,
     id: JobId,
     words: Annotated[
@@ -385,73 +420,52 @@ def job_clone(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, max=5000, help="As epochs=.")] = None,
     name: Annotated[str | None, typer.Option(help="Its name; default: that of the job.")] = None,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Submit a job with the settings of another, and start from the beginning.
 
     \b
     Example:
-      stoker job clone 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --epochs 20
-      stoker job clone 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b learning_rate=0.01 --name "higher rate"
+      stoker job clone 0b7a6c1e --epochs 20
+      stoker job clone night-run learning_rate=0.01 --name "higher rate"
     """
-    client = _client(server, state_dir, token_file)
-    body = _body_of(client.job(id)["job"])
+    client = flags.client()
+    body = _body_of(client.job(_find(client, id))["job"])
     body["config"] |= _read_pairs(words or []) | ({} if epochs is None else {"epochs": epochs})
     if name is not None:
         body["job_name"] = name
     out.show(_ask_once(lambda key: client.submit(body, key=key)), _render_jobs)
 
 
-class SignedWords(TyperCommand):
-    """A command that reads words as `-old`, which would be flags elsewhere; its flags have long names."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move such words behind `--`, then parse as usual."""
-        known = args[: args.index("--")] if "--" in args else args
-        signed = [arg for arg in known if arg.startswith("-") and arg not in ("-", "-h") and arg[1] != "-"]
-        rest = [arg for arg in known if arg not in signed]
-        return super().parse_args(ctx, [*rest, "--", *signed, *args[len(known) + 1 :]])
-
-
-def takes_signed_words(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` marked to be parsed as `SignedWords` where it is imported on use."""
-    vars(command)["command_class"] = SignedWords
-    return command
-
-
-@takes_signed_words
 @cli_command
+@spread_flags
 def job_tag(
     out: CommandOutput,
     id: JobId,
-    words: Annotated[
-        list[str], typer.Argument(metavar="+TAG|-TAG", help="Tags to add (+, or no sign) and to remove (-).")
-    ],
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    add: Annotated[list[str] | None, typer.Argument(metavar="[TAG]", help="Tags to add.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="A tag to remove; may be repeated.")] = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Add tags to a job, and remove tags.
 
     \b
     Example:
-      stoker job tag 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b +baseline -draft
+      stoker job tag 0b7a6c1e baseline --remove draft
     """
-    add = [word.removeprefix("+") for word in words if not word.startswith("-")]
-    remove = [word.removeprefix("-") for word in words if word.startswith("-")]
-    changed = _client(server, state_dir, token_file).change(id, add_tags=add, remove_tags=remove)
+    client = flags.client()
+    changed = client.change(_find(client, id), add_tags=add or [], remove_tags=remove or [])
     out.show(changed, _render_jobs)
 
 
 @cli_command
+@spread_flags
 def job_files(
     out: CommandOutput,
     id: JobId,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """List the files of a job.
 
@@ -459,12 +473,13 @@ def job_files(
     Example:
       stoker job files 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    found = {"files": _client(server, state_dir, token_file).files(id)}
-    out.show(found, _render_files)
+    client = flags.client()
+    out.show({"files": client.files(_find(client, id))}, _render_files)
 
 
 @cli_command
-def job_download(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+@spread_flags
+def job_download(
     out: CommandOutput,
     id: JobId,
     name: Annotated[
@@ -473,9 +488,8 @@ def job_download(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     to: Annotated[
         Path | None, typer.Option(parser=Path, metavar="PATH", help="A file; default: its name, here.")
     ] = None,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Download a file of a job.
 
@@ -487,18 +501,23 @@ def job_download(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     path = to or Path(name.rpartition("/")[2])
     if path.is_dir():
         path /= name.rpartition("/")[2]
-    size_bytes = _client(server, state_dir, token_file).download(id, name, path)
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{path} cannot be written: {path.parent} is not a folder", hint="Make it, or give another --to"
+        )
+    client = flags.client()
+    size_bytes = client.download(_find(client, id), name, path)
     out.show({"path": str(path), "bytes": size_bytes}, _render_values)
 
 
 @cli_command
+@spread_flags
 def job_delete(
     out: CommandOutput,
     id: JobId,
     yes: Yes = False,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Delete a job that has ended, with its checkpoints.
 
@@ -506,7 +525,8 @@ def job_delete(
     Example:
       stoker job delete 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b --yes
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
+    id = _find(client, id)
     found = client.job(id)["job"]
     if not yes:
         out.confirm(f"Delete job {found['job_name']} ({id}) and its checkpoints?")
@@ -515,8 +535,11 @@ def job_delete(
 
 
 @cli_command
+@spread_flags
 def job_datasets(
-    out: CommandOutput, server: Server = None, state_dir: Dir = STATE_DIR, token_file: TokenFile = None
+    out: CommandOutput,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """List the data sets that jobs may name.
 
@@ -524,16 +547,16 @@ def job_datasets(
     Example:
       stoker job datasets
     """
-    out.show(_client(server, state_dir, token_file).datasets(limit=500), _render_datasets)
+    out.show(flags.client().datasets(limit=500), _render_datasets)
 
 
 @cli_command
+@spread_flags
 def job_register(
     out: CommandOutput,
     words: DatasetWords,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Register data that exists for jobs.
 
@@ -545,17 +568,17 @@ def job_register(
       stoker job register kind=hdf5 name=waves path=waves/train.h5
       stoker job register kind=images name=cells path=cells
     """
-    made = _client(server, state_dir, token_file).register(_settings(words))
+    made = flags.client().register(_settings(words))
     out.show(made, _render_datasets)
 
 
 @cli_command
+@spread_flags
 def job_generate(
     out: CommandOutput,
     words: DatasetWords,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Generate data for jobs: radio rows or simulations.
 
@@ -564,18 +587,18 @@ def job_generate(
       stoker job generate kind=radio name=radio rows=4030
       stoker job generate kind=hdf5 name=burgers trajectories=64
     """
-    made = _client(server, state_dir, token_file).generate(_settings(words))
+    made = flags.client().generate(_settings(words))
     out.show(made, lambda found, console: _render_datasets(found["dataset"], console))
 
 
 @cli_command
+@spread_flags
 def job_forget(
     out: CommandOutput,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
     yes: Yes = False,
-    server: Server = None,
-    state_dir: Dir = STATE_DIR,
-    token_file: TokenFile = None,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Remove a data set from the list.
 
@@ -585,7 +608,7 @@ def job_forget(
     Example:
       stoker job forget waves --yes
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
     found = client.dataset(name)
     if not yes:
         out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
@@ -594,8 +617,11 @@ def job_forget(
 
 
 @cli_command
+@spread_flags
 def job_login(
-    out: CommandOutput, server: Server = None, state_dir: Dir = STATE_DIR, token_file: TokenFile = None
+    out: CommandOutput,
+    *,
+    flags: ServiceFlags,
 ) -> None:
     """Print a link that logs a browser in, once.
 
@@ -603,16 +629,14 @@ def job_login(
     Example:
       stoker job login
     """
-    client = _client(server, state_dir, token_file)
+    client = flags.client()
     out.show({"login": client.address + client.login_path()}, _render_values)
 
 
-def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Client:
-    from stoker.service.client import Client, read_address, read_token
+def _find(client: Client, text: str) -> str:
+    from stoker.service.client import find_job
 
-    address = server or os.environ.get(SERVER) or read_address(state_dir)
-    named = os.environ.get(TOKEN) if token_file is None else None
-    return Client(address, named or read_token(token_file or state_dir / "token"))
+    return find_job(client, text)
 
 
 def _submit(client: Client, words: list[str], name: str | None, key: str | None) -> JobRow:
@@ -675,6 +699,7 @@ def _body(words: list[str]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(sys.stdin if files == ["-"] else Path(files[0]).read_text()) if files else {}
         given = {k: yaml.safe_load(v) for k, _, v in (word.partition("=") for word in words if "=" in word)}
+        names = next((v for k, _, v in (word.partition("=") for word in words) if k == "dataset_ids"), "")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
@@ -692,6 +717,10 @@ def _body(words: list[str]) -> dict[str, Any]:
             f"{files[0]}: config is {body['config']!r}",
             hint="Expected an object with dataset_ids, epochs, ...",
         )
+    if isinstance(given.get("dataset_ids", []), list):
+        given |= {k: [str(one) for one in v] for k, v in given.items() if k == "dataset_ids"}
+    else:  # names without brackets, which may look like numbers or dates
+        given["dataset_ids"] = [name.strip() for name in names.split(",")]
     return {**body, "config": {**body["config"], **given}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from stoker.errors import (
 )
 from stoker.runtime.files import replace_atomically
 from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailure, HttpStream, json_object
+from stoker.units import format_few
 
 API = "/api/v1/training"
 TIMEOUT_S = 35.0
@@ -28,6 +30,8 @@ TIMEOUT_S = 35.0
 SILENCE_S = 60.0
 """A stream without data for this long is dead: the service sends a heartbeat every 15 s."""
 PIECE_BYTES = 1 << 20
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+PAGE_JOBS = 500
 METRICS_CSV = "metrics.csv"
 """What was measured, as a file."""
 IS_IT = ". Is it a Stoker service?"
@@ -391,6 +395,33 @@ class Client:
             504: StalledError(fact, hint=hint),
         }
         return known.get(status) or ServiceError(f"{what}: {status}: {fact}", hint=hint, status=status)
+
+
+def find_job(client: Client, text: str) -> str:
+    """Return the id of the one job whose id begins with `text`, or whose name it is.
+
+    Raises:
+        NotFoundError: No job has it.
+        ConfigError: Several jobs have it.
+    """
+    if _ID.fullmatch(text):
+        return text
+    found: list[JobRow] = []
+    offset, total = 0, 1
+    while text and offset < total:
+        page = client.jobs(limit=PAGE_JOBS, offset=offset)
+        found += [one for one in page["jobs"] if one["id"].startswith(text) or one["job_name"] == text]
+        offset, total = offset + PAGE_JOBS, page["total"]
+    rows = {one["id"]: one for one in found}  # jobs made meanwhile move others to the next page
+    if not rows:
+        raise NotFoundError(f"job {text!r} does not exist", hint="`stoker job list` shows all jobs")
+    if len(rows) > 1:
+        shown = (f"{one['id']} ({one['job_name']}, {one['status']})" for one in rows.values())
+        raise ConfigError(
+            f"{text!r} is the start or the name of {len(rows)} jobs: {format_few(shown, 5)}",
+            hint="Give more characters of the id",
+        )
+    return next(iter(rows))
 
 
 def _job(id: str) -> str:
