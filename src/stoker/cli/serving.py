@@ -32,7 +32,7 @@ NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 """Packages of the extra `service`."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""
-TEXTS = frozenset({"kind", "name", "path", "url", "set", "table"})
+TEXTS = frozenset({"kind", "name", "path", "connection", "url", "set", "table"})
 """Settings of a data set that are text whatever they look like."""
 TRIES = 4
 """How often a request with a key is sent when the service does not answer; the key makes it one request."""
@@ -69,6 +69,14 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         typer.Option(
             metavar="HOST",
             help="A PostgreSQL server that data sets may name (local: the default socket); may be repeated.",
+        ),
+    ] = None,
+    connection: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="A PostgreSQL database that data sets may name; the file (mode 600) has its URL with the "
+            "password. May be repeated.",
         ),
     ] = None,
     allow_encoder: Annotated[
@@ -109,6 +117,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker serve --root data/pdebench
       stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
+      stoker serve --connection lab=/srv/stoker/lab.url
       stoker serve --executor ray --ray-address http://10.0.0.1:8265 --state-dir /shared/stoker
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -131,6 +140,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         workers=workers,
         roots=tuple(root or ()),
         database_hosts=tuple(database_host or ()),
+        connections=tuple(connection or ()),
         encoders=tuple(allow_encoder or ()),
         hosts=tuple(allow_host or ()),
         public_url=public_url,
@@ -448,6 +458,7 @@ def job_register(
     Example:
       stoker job register kind=hdf5 name=waves path=waves/train.h5
       stoker job register kind=images name=cells path=cells
+      stoker job register kind=radio name=lab connection=lab set=0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
     made = _client(server, state_dir, token_file).register(_settings(words))
     out.show(made, _render_datasets)

@@ -22,6 +22,7 @@ from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundErr
 from stoker.schema import Json, digest_json
 from stoker.service import stream
 from stoker.service.background import Operation, Operations
+from stoker.service.connections import with_urls
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe
 from stoker.service.folders import ResultFile, result_files
@@ -96,7 +97,7 @@ ContinueKey = Annotated[
 )
 def create_job(body: JobRequest, services: ServicesDep, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config, datasets = body.config, _fitting(services, body.config)
+    config, (datasets, _) = body.config, _fitting(services, body.config)
     if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit",
@@ -334,7 +335,7 @@ def plan_job(
 
 def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: float) -> Operation:
     """Plan a job among other operations, and wait for its end up to `wait_s`; errors as `plan_job`."""
-    datasets = _fitting(services, body.config)
+    datasets, password = _fitting(services, body.config)
 
     def work() -> dict[str, Any]:
         return probe(
@@ -342,6 +343,7 @@ def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: 
             str(datasets[0]["kind"]),
             cast("Mapping[str, Any]", datasets[0]["spec"]),
             timeout_s=PLAN_S,
+            password=password,
             config=body.config.model_dump(mode="json"),
             datasets=datasets,
             caches=str(services.folder.caches),
@@ -353,8 +355,8 @@ def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: 
     return among.start(f"{what} ({digest})", work, wait_s=wait_s)
 
 
-def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
-    """Return the data sets that a configuration names, if both fit each other.
+def _fitting(services: Services, config: JobConfig) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the data sets that a configuration names, and the password of their database, if all fit.
 
     Raises:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
@@ -374,11 +376,12 @@ def _fitting(services: Services, config: JobConfig) -> list[dict[str, Json]]:
     services.access.check_settings(config.settings)
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
+    opened, password = with_urls(found, services.access.connections)
     folder = services.folder
     settings_of(
-        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+        config, opened, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
     )
-    return found
+    return opened, password
 
 
 # ----------------------------------------------------------------------------------------------------------

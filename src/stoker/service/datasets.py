@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
 from stoker.plugins import load_extension
 from stoker.schema import Json
+from stoker.service.connections import with_url
 from stoker.service.database import DATASETS, ENDED_STATES, JOBS, Database, State
 from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
@@ -40,12 +41,21 @@ class RadioRows(_DatasetRequest):
     """Radio rows in a database."""
 
     kind: Literal["radio"]
-    url: Annotated[str, Field(min_length=1, max_length=1000)]
+    connection: Name | None = None
+    """A database that the operator named (`stoker serve --connection`); or give `url`."""
+    url: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """`sqlite:///FILE` below a root, or `postgresql://[USER@]HOST/DATABASE`; without a password."""
     set: uuid.UUID
     """The `dataset_id` of its rows; the registered data set has the same id."""
     table: Annotated[str, Field(min_length=1, max_length=200)] = "measurement_features"
     """The table, or `SCHEMA.TABLE`."""
+
+    @model_validator(mode="after")
+    def _in_one_database(self) -> RadioRows:
+        if (self.connection is None) == (self.url is None):
+            given = "neither connection nor url" if self.url is None else "both connection and url"
+            raise ConfigError(f"{given} is given", hint="Give one: connection=NAME, or url=DATABASE")
+        return self
 
 
 class Simulations(_DatasetRequest):
@@ -177,11 +187,11 @@ class Datasets:
         spec: dict[str, Any]
         if isinstance(request, RadioRows):
             id = str(request.set)
-            spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
+            spec = {**self._database_of(request), "table": request.table, "set": id}
         else:
             path = str(self._check_path(request.path))  # one id, so one cache, for every way to register it
             id, spec = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{request.kind} {path}")), {"path": path}
-        facts: dict[str, Json] = self._probe("facts", request.kind, spec)
+        facts: dict[str, Json] = self._read("facts", request.kind, spec)
         if facts.pop("named_splits", False):
             spec["named_splits"] = True
         return self._insert(id, request.name, request.kind, "registered", spec, facts, "unknown")
@@ -312,11 +322,18 @@ class Datasets:
         if dataset.origin == "generated":
             self._probe("remove", dataset.kind, dataset.spec)
 
+    def _database_of(self, request: RadioRows) -> dict[str, str]:
+        if request.connection is not None:
+            self._access.check_connection(request.connection)
+            return {"connection": request.connection}
+        return {"url": self._checked_url(str(request.url))}
+
     def _checked_url(self, url: str) -> str:
         if has_password(url):
             raise ConfigError(
                 "the database's URL has a password, which is not stored here",
-                hint="Put it in ~/.pgpass of the service's user",
+                hint="Put the URL in a file, start the service with --connection NAME=FILE, and give "
+                "connection=NAME",
             )
         address = parse_database_url(url)
         if address.kind == "sqlite":
@@ -326,7 +343,12 @@ class Datasets:
 
     def _look_at(self, what: str, dataset: Dataset, **given: Any) -> Any:
         self.check_access(dataset)
-        return self._probe(what, dataset.kind, dataset.spec, **given)
+        return self._read(what, dataset.kind, dataset.spec, **given)
+
+    def _read(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
+        spec, password = with_url(spec, self._access.connections)
+        secret = {} if password is None else {"password": password}
+        return self._probe(what, kind, spec, **secret, **given)
 
     def _as_allowed(self, dataset: Dataset) -> Dataset:
         """Return the data set, marked `bad` with the reason if it may not be read now."""

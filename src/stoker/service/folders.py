@@ -21,7 +21,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
@@ -235,6 +235,8 @@ class JobFile:
     """Folder of generated data sets."""
     limits: dict[str, Json]
     """`memory_bytes`, `wall_s`, `grace_s`: to plan with; the worker enforces them."""
+    connections: dict[str, str] = field(default_factory=dict[str, str])
+    """Files of the connections that the data sets name: see `connections.py`."""
     resume: bool = True
 
     def write(self, path: Path) -> None:

@@ -384,7 +384,7 @@ def show_datasets(request: Request, services: ServicesDep, number: PageNumber = 
     events = services.outbox.newest()
     return page(
         request, "datasets.html", title="Data sets", events=events, roots=str(services.roots),
-        **_datasets(services, number),
+        connections=[*services.access.connections], **_datasets(services, number),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from stoker.runtime.processes.child import TORCH, Child
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.schema import Json, schema_to_json
+from stoker.service.connections import use_password
 from stoker.service.security import data_paths
 from stoker.sources.files import confine_sources, find_files, split_of
 from stoker.sources.protocol import Source
@@ -55,7 +56,7 @@ def probe(
         what: Name of the function.
         kind, spec: Of the data set.
         timeout_s: How long it may take.
-        given: Further arguments of the function.
+        given: Further arguments of the function; and `password`, of the connection of the spec's URL.
 
     Raises:
         SourceError: The data is invalid, or reading it crashed the process.
@@ -119,6 +120,7 @@ def _shown(spec: Mapping[str, Any]) -> str:
 def serve(connection: Connection) -> None:
     """Answer the request of `probe` in the process that it started."""
     request: dict[str, Any] = json.loads(connection.payload)
+    use_password(request.pop("password", None))
     confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
     answer: dict[str, Json]
     try:

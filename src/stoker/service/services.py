@@ -26,6 +26,7 @@ from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
 from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
+from stoker.service.connections import parse_connections
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
 from stoker.service.folders import StateFolder, prepare_state_dir
@@ -379,6 +380,7 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
     database: str | None = None,
     roots: Sequence[Path] = (),
     database_hosts: Sequence[str] = (),
+    connections: Sequence[str] = (),
     encoders: Sequence[str] = (),
     hosts: Collection[str] = (),
     public_url: str | None = None,
@@ -389,6 +391,7 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, in addition to `data` in the state folder.
         database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
+        connections: Databases that data sets may name, as `NAME=FILE`; see `connections.py`.
         encoders: Encoders that jobs may name, as `package.module:Class`.
         hosts: Host names of the service, in addition to those of the loopback.
         public_url: URL for browsers, as `https://NAME`, of a proxy with TLS.
@@ -401,7 +404,12 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
     opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     known = Roots([folder.data, *roots])
-    access = DataAccess(roots=known.places, servers=tuple(database_hosts), encoders=tuple(encoders))
+    access = DataAccess(
+        roots=known.places,
+        servers=tuple(database_hosts),
+        connections=parse_connections(connections),
+        encoders=tuple(encoders),
+    )
     jobs = Jobs(opened)
     return Services(
         folder=folder,
