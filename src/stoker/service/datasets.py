@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
-from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.connections import with_url
 from stoker.service.database import DATASETS, ENDED_STATES, JOBS, Database, State
+from stoker.service.kinds import kind_of
 from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
@@ -203,16 +203,7 @@ class Datasets:
             ConflictError: The name, or the same data, exists as something else.
         """
         made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
-        spec: dict[str, Any]
-        if isinstance(request, GenerateRadio):
-            radio = load_extension("service.radio")
-            id = str(radio.RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
-            url = sqlite_url(self._data / "radio.db")
-            spec, count = {"url": url, "table": radio.TABLE, "set": id}, request.rows
-        else:
-            settings = sorted(made_of.items())
-            id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))
-            spec, count = {"path": str(self._data / f"{id}.hdf5")}, request.trajectories
+        id, spec, count = kind_of(request.kind).place(made_of, self._data)
         facts: dict[str, Json] = {"samples": count}
         return self._insert(
             id, request.name, request.kind, "generated", {**spec, "make": made_of}, facts, "making"

@@ -1,0 +1,268 @@
+"""Kinds of data: a table of functions for each, which the service uses for all of them alike.
+
+Simulations and images are here. Radio rows come from `stoker.extras.radio`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.errors import ConfigError, SourceError
+from stoker.plugins import load_extension
+from stoker.schema import Json, schema_to_json
+from stoker.sources.files import find_files, split_of
+from stoker.sources.protocol import Source
+from stoker.sources.splits import DEFAULT_SPLITS
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.service.folders import Journal
+    from stoker.service.job_config import JobConfig
+    from stoker.service.runs import JobRun
+    from stoker.sources.images import ImageSource
+
+Spec = Mapping[str, Any]
+"""Where a data set is, see `Dataset.spec`, with the URL of its connection."""
+Row = dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What the service does with data of one kind. Only `settings` and `place` run in the service itself."""
+
+    facts: Callable[[Spec], Row]
+    """Returns figures, from headers and names or by the database: `samples` and more."""
+    check: Callable[[Spec], list[Row]]
+    """Returns a report of health, a row per check: see `check_row`."""
+    samples: Callable[[Spec, int, int], list[Row]]
+    """Returns some samples in a readable form: at most so many, from a position on."""
+    settings: Callable[[JobConfig, Sequence[Mapping[str, Any]]], dict[str, Any]]
+    """Returns where the data of a job is, as settings of docs/reference/config.md."""
+    train: Callable[[JobRun], dict[str, Any]]
+    """Trains on it; returns the results of the job, by name."""
+    place: Callable[[Mapping[str, Any], Path], tuple[str, Row, int]]
+    """Returns id, spec and number of samples of data to generate from settings, in a folder."""
+    generate: Callable[[Spec, Journal], bool]
+    """Generates a data set unless it exists; returns True if it had to be made."""
+    remove: Callable[[Spec], None]
+    """Removes a generated data set."""
+
+
+def kind_of(name: str) -> Kind:
+    """Return the table of a kind.
+
+    Raises:
+        ConfigError: The kind is unknown.
+    """
+    if name == "radio":
+        return load_extension("service.radio")
+    if name not in _FILES:
+        raise ConfigError(
+            f"data sets of kind {name!r} are unknown", hint=f"Known are radio, {', '.join(_FILES)}"
+        )
+    return _FILES[name]
+
+
+MOST_SHOWN = 100
+"""Samples in one answer."""
+
+
+def check_row(check: str, status: str, detail: str) -> Row:
+    """Return a row of a report: its name, `pass`, `warn` or `fail`, and what was found."""
+    return {"check": check, "status": status, "detail": detail}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files: simulations in HDF5, and images in a folder for each class.
+
+
+_READ = 8
+"""Number of samples that a check reads, spread over the data set."""
+
+
+def _hdf5_facts(spec: Spec) -> Row:
+    _refuse_links(Path(str(spec["path"])))
+    root, paths = find_files(str(spec["path"]))
+    named = all(split_of(str(path.relative_to(root)), DEFAULT_SPLITS) for path in paths)
+    return {**_facts(_hdf5_source(spec)), "named_splits": named}
+
+
+def _images_facts(spec: Spec) -> Row:
+    from stoker.sources.images import split_folders
+
+    path = Path(str(spec["path"]))
+    _refuse_links(path)
+    source = _images_source(spec)
+    common = _facts(source)
+    if len(source.classes) < 2:
+        raise SourceError(
+            f"{path} has {len(source.classes)} folders of images", hint="Expected two or more, one per class"
+        )
+    return {**common, "classes": list(source.classes), "named_splits": bool(split_folders(path))}
+
+
+def _facts(source: Source) -> Row:
+    return {"samples": len(source), "fields": schema_to_json(source.schema())}
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuse a folder with links that lead out of it."""
+    root = path.resolve()
+    for entry in root.rglob("*") if root.is_dir() else ():
+        if entry.is_symlink() and not entry.resolve().is_relative_to(root):
+            raise SourceError(f"{entry} is a link that leads out of {path}", hint="Put the file itself there")
+
+
+def _check_hdf5(spec: Spec) -> list[Row]:
+    source = _hdf5_source(spec)
+    return [check_row("samples", "pass", format_count(len(source), "sample")), _check_content(source)]
+
+
+def _check_images(spec: Spec) -> list[Row]:
+    source = _images_source(spec)
+    keys = source.keys()
+    names: Counter[str] = Counter(key.split("/")[-2] for key in keys if "/" in key)
+    least = min(names.values(), default=0)
+    told = ", ".join(f"{name} {format_count(n)}" for name, n in islice(names.most_common(), 10))
+    return [
+        check_row("samples", "pass", format_count(len(source), "sample")),
+        check_row("classes", "pass" if least > 1 else "warn", told),
+        _check_content(source),
+    ]
+
+
+def _check_content(source: Source) -> Row:
+    bad: list[str] = []
+    for number in sorted({round(n * (len(source) - 1) / (_READ - 1)) for n in range(_READ)}):
+        try:
+            sample = source.read(number)
+        except SourceError as error:
+            bad.append(str(error))
+            continue
+        for name, value in sample.items():
+            if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+                bad.append(f"sample {number}: {name} holds a NaN or an infinity")
+    told = "; ".join(bad[:3]) or "the samples that were read are complete and finite"
+    return check_row("content", "fail" if bad else "pass", told)
+
+
+def _hdf5_samples(spec: Spec, limit: int, offset: int) -> list[Row]:
+    return _samples(_hdf5_source(spec), limit, offset)
+
+
+def _images_samples(spec: Spec, limit: int, offset: int) -> list[Row]:
+    return _samples(_images_source(spec), limit, offset)
+
+
+def _samples(source: Source, limit: int, offset: int) -> list[Row]:
+    keys = source.keys()
+    return [
+        {"number": number, "key": keys[number]} for number in range(offset, min(offset + limit, len(source)))
+    ]
+
+
+def _hdf5_settings(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    one = datasets[0]
+    return {"data.task": _task(one), "data.files": one["spec"]["path"]}
+
+
+def _images_settings(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    one = datasets[0]
+    return {
+        "data.kind": "images",
+        "data.task": _task(one),
+        "data.root": one["spec"]["path"],
+        "data.images.annotations": "folder",
+        "data.images.size": [64, 64],
+    }
+
+
+def _task(dataset: Mapping[str, Any]) -> str:
+    """Return the name of the caches: the data's file or folder, reduced to ASCII letters, and its id.
+
+    The name of the data set is not part of it, so that the same data under another name is not encoded again.
+    """
+    stem, id = PurePath(dataset["spec"]["path"]).stem, str(dataset["id"])
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in stem)
+    return f"{'generated' if stem == id else plain[:40].strip('_-') or 'data'}-{id[:8]}"
+
+
+def _place_burgers(made_of: Mapping[str, Any], data: Path) -> tuple[str, Row, int]:
+    settings = sorted((name, value) for name, value in made_of.items() if name != "name")
+    id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))
+    return id, {"path": str(data / f"{id}.hdf5")}, int(made_of["trajectories"])
+
+
+def _generate_burgers(spec: Spec, _journal: Journal) -> bool:
+    from stoker.run.demo import BurgersSpec, write_burgers
+
+    path = Path(str(spec["path"]))
+    if path.is_file():  # the file appears complete or not at all
+        return False
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_burgers(path, BurgersSpec(**spec["make"]))
+    return True
+
+
+def _not_generated(*_: object) -> Any:
+    raise ConfigError("images cannot be generated", hint="Register a folder of images")
+
+
+def _remove_file(spec: Spec) -> None:
+    Path(str(spec["path"])).unlink(missing_ok=True)
+
+
+def _train_operator(run: JobRun) -> dict[str, Any]:
+    from stoker.service.runs import train_operator
+
+    return train_operator(run)
+
+
+def _train_images(run: JobRun) -> dict[str, Any]:
+    from stoker.service.runs import train_images
+
+    return train_images(run)
+
+
+def _hdf5_source(spec: Spec) -> Source:
+    from stoker.sources.hdf5 import HDF5Source
+
+    return HDF5Source(spec["path"])
+
+
+def _images_source(spec: Spec) -> ImageSource:
+    from stoker.sources.images import ImageSource
+
+    return ImageSource(spec["path"], "folder", (64, 64))
+
+
+_FILES = {
+    "hdf5": Kind(
+        facts=_hdf5_facts,
+        check=_check_hdf5,
+        samples=_hdf5_samples,
+        settings=_hdf5_settings,
+        train=_train_operator,
+        place=_place_burgers,
+        generate=_generate_burgers,
+        remove=_remove_file,
+    ),
+    "images": Kind(
+        facts=_images_facts,
+        check=_check_images,
+        samples=_images_samples,
+        settings=_images_settings,
+        train=_train_images,
+        place=_not_generated,
+        generate=_not_generated,
+        remove=_not_generated,
+    ),
+}
