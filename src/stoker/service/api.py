@@ -586,10 +586,14 @@ def get_samples(
     services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     offset: Offset = 0,
+    pictures: Annotated[
+        bool, Query(description="Add `pictures` of images and fields, as `data:` URLs.")
+    ] = False,
 ) -> SampleList:
-    """Return some samples of a data set."""
+    """Return some samples of a data set: rows, or `values` (range of each field) of files. One that cannot be
+    read has `error`."""
     dataset = services.datasets.get(dataset_id)
-    samples = services.datasets.samples(dataset.id, limit=limit, offset=offset)
+    samples = services.datasets.samples(dataset.id, limit=limit, offset=offset, pictures=pictures)
     return SampleList(dataset_id=dataset.id, samples=samples)
 
 

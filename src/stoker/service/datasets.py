@@ -282,15 +282,17 @@ class Datasets:
         values = {"report": found.report, "health": found.health, "checked": self._database.wall}
         return self._update(found.id, values)
 
-    def samples(self, id: str, *, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
-        """Return some samples in a readable form.
+    def samples(
+        self, id: str, *, limit: int = 20, offset: int = 0, pictures: bool = False
+    ) -> list[dict[str, Json]]:
+        """Return some samples in a readable form, with small pictures of them if wanted.
 
         Raises:
             NotFoundError: The data set does not exist.
             SourceError, StalledError: The data cannot be read.
             PathRefusedError, ConfigError: The current settings do not allow reading it.
         """
-        return self._look_at("samples", self.get(id), limit=limit, offset=offset)
+        return self._look_at("samples", self.get(id), limit=limit, offset=offset, pictures=pictures)
 
     def delete(self, id: str) -> None:
         """Delete a data set. The data of a generated one is removed, that of a registered one stays.

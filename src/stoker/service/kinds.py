@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from stoker.errors import ConfigError, SourceError
 from stoker.plugins import load_extension
 from stoker.schema import Json, schema_to_json
+from stoker.service.previews import describe_samples
 from stoker.sources.files import find_files, split_of
 from stoker.sources.protocol import Source
 from stoker.sources.splits import DEFAULT_SPLITS
@@ -34,6 +35,14 @@ Spec = Mapping[str, Any]
 Row = dict[str, Json]
 
 
+class SamplesOf(Protocol):
+    """Reads samples."""
+
+    def __call__(self, spec: Spec, limit: int, offset: int, *, pictures: bool) -> list[Row]:
+        """Return at most `limit` samples from `offset` on, with pictures of them if the kind has any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """What the service does with data of one kind. Only `settings` and `place` run in the service itself."""
@@ -42,8 +51,8 @@ class Kind:
     """Returns figures, from headers and names or by the database: `samples` and more."""
     check: Callable[[Spec], list[Row]]
     """Returns a report of health, a row per check: see `check_row`."""
-    samples: Callable[[Spec, int, int], list[Row]]
-    """Returns some samples in a readable form: at most so many, from a position on."""
+    samples: SamplesOf
+    """Returns some samples in a readable form."""
     settings: Callable[[JobConfig, Sequence[Mapping[str, Any]]], dict[str, Any]]
     """Returns where the data of a job is, as settings of docs/reference/config.md."""
     train: Callable[[JobRun], dict[str, Any]]
@@ -154,19 +163,12 @@ def _check_content(source: Source) -> Row:
     return check_row("content", "fail" if bad else "pass", told)
 
 
-def _hdf5_samples(spec: Spec, limit: int, offset: int) -> list[Row]:
-    return _samples(_hdf5_source(spec), limit, offset)
+def _hdf5_samples(spec: Spec, limit: int, offset: int, *, pictures: bool) -> list[Row]:
+    return describe_samples(_hdf5_source(spec), limit, offset, pictures=pictures)
 
 
-def _images_samples(spec: Spec, limit: int, offset: int) -> list[Row]:
-    return _samples(_images_source(spec), limit, offset)
-
-
-def _samples(source: Source, limit: int, offset: int) -> list[Row]:
-    keys = source.keys()
-    return [
-        {"number": number, "key": keys[number]} for number in range(offset, min(offset + limit, len(source)))
-    ]
+def _images_samples(spec: Spec, limit: int, offset: int, *, pictures: bool) -> list[Row]:
+    return describe_samples(_images_source(spec), limit, offset, pictures=pictures)
 
 
 def _hdf5_settings(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

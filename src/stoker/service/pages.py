@@ -55,6 +55,7 @@ from stoker.service.views import (
     figures,
     flat,
     form_fields,
+    histograms,
     is_live,
     left_s,
     outcomes,
@@ -193,6 +194,8 @@ POINTS_COMPARED = 1000
 """Epochs that a page draws of each job that it compares."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
+ROWS_DRAWN = 100
+"""Rows of a database in the histograms of the page."""
 PLAN_WAIT_S = 20.0
 """Timeout of the plan on the page of a new job."""
 ACTIVITY_SHOWN = 100
@@ -410,11 +413,18 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
 @router.get("/parts/datasets/{dataset_id}/samples")
 def part_samples(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
     """Return some samples of a data set, or why they cannot be read."""
+    dataset = services.datasets.get(dataset_id)
+    is_table = dataset.kind == "radio"
+    limit = ROWS_DRAWN if is_table else SAMPLES_SHOWN
     try:
-        found, fact, hint = services.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), "", ""
+        found, fact, hint = services.datasets.samples(dataset.id, limit=limit, pictures=True), "", ""
     except (SourceError, StalledError, ResourceError) as error:
         found, fact, hint = [], error.fact, error.hint
-    return page(request, "parts/samples.html", samples=found, fact=fact, hint=hint)
+    return page(
+        request, "parts/samples.html", samples=found[:SAMPLES_SHOWN], fact=fact, hint=hint,
+        drawn=len(found), histograms=histograms(found) if is_table else [], is_table=is_table,
+        total=dataset.facts.get("samples"),
+    )  # fmt: skip
 
 
 @router.get("/caches")

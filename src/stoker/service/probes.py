@@ -123,8 +123,8 @@ def _check(kind: str, spec: Spec) -> list[Row]:
     return kind_of(kind).check(spec)
 
 
-def _samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0) -> list[Row]:
-    return kind_of(kind).samples(spec, min(limit, MOST_SHOWN), offset)
+def _samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0, *, pictures: bool = False) -> list[Row]:
+    return kind_of(kind).samples(spec, min(limit, MOST_SHOWN), offset, pictures=pictures)
 
 
 def _remove(kind: str, spec: Spec) -> None:

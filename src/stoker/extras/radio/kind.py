@@ -234,8 +234,9 @@ def check(spec: Spec) -> list[dict[str, Json]]:
     return [*rows, check_row("signal", "pass", snr)]
 
 
-def samples(spec: Spec, limit: int, offset: int) -> list[dict[str, Json]]:
-    """Return some rows."""
+def samples(spec: Spec, limit: int, offset: int, *, pictures: bool = False) -> list[dict[str, Json]]:
+    """Return some rows; there are no pictures of them."""
+    del pictures
     return RadioSet.of(spec).samples(limit, offset)
 
 
