@@ -484,6 +484,30 @@ def job_generate(
 
 
 @cli_command
+def job_check(
+    out: CommandOutput,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
+    all: Annotated[
+        bool, typer.Option("--all", help="Read every sample; else some, spread over all.")
+    ] = False,
+    server: Server = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: TokenFile = None,
+) -> None:
+    """Check the samples of a data set.
+
+    Says which cannot be read, and which values are not finite.
+
+    \b
+    Example:
+      stoker job check waves
+      stoker job check waves --all
+    """
+    client = _client(server, state_dir, token_file)
+    out.show(client.check(client.dataset(name)["id"], all=all), _render_report)
+
+
+@cli_command
 def job_forget(
     out: CommandOutput,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
@@ -661,6 +685,16 @@ def _render_datasets(found: Mapping[str, Any], console: Console) -> None:
         count = "-" if samples is None else format_count(samples)
         shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"]))
     table(console, shown, fixed=5, right=range(2, 3), gap=2)
+
+
+def _render_report(found: Mapping[str, Any], console: Console) -> None:
+    """Print the health of a data set and a row for each check."""
+    console.print(escape(f"{found['name']}: {found['health']}"))
+    rows = [
+        (row["status"], escape(row["check"].replace("_", " ")), escape(row["detail"]))
+        for row in found["report"]
+    ]
+    table(console, rows, fixed=2, gap=2)
 
 
 def _render_files(found: Mapping[str, Any], console: Console) -> None:

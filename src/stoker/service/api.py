@@ -21,7 +21,7 @@ import stoker
 from stoker.errors import ConfigError, ConflictError, DegradedError, NotFoundError
 from stoker.schema import Json, digest_json
 from stoker.service import stream
-from stoker.service.background import Operation, Operations
+from stoker.service.background import Operation, Operations, Progress
 from stoker.service.connections import with_urls
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration, describe
@@ -574,10 +574,42 @@ def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOu
     return DatasetOut.of(services.datasets.checked(dataset_id))
 
 
-@datasets_router.post("/datasets/{dataset_id}/validate", responses=error_responses(404, 504, 507))
-def validate_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
-    """Check a data set for values that are missing, not finite, duplicated or of another shape."""
-    return DatasetOut.of(services.datasets.validate(dataset_id))
+@datasets_router.post(
+    "/datasets/{dataset_id}/validate",
+    response_model=DatasetOut,
+    responses={
+        202: {"model": OperationOut, "description": "Not done yet."},
+        **error_responses(404, 409, 504, 507),
+    },
+)
+def validate_dataset(
+    dataset_id: DatasetId,
+    services: ServicesDep,
+    all: Annotated[bool, Query(description="Read every sample, however long that takes.")] = False,
+    wait_s: Wait = 20.0,
+) -> DatasetOut | Response:
+    """Check a data set: samples that cannot be read, values that are missing or not finite. Some samples are
+    read, spread over all, or with `all` every one: if that takes longer than `wait_s`, as an operation, whose
+    result is the data set."""
+    if not all:
+        return DatasetOut.of(services.datasets.validate(dataset_id))
+    dataset, progress = services.datasets.get(dataset_id), Progress()
+
+    def work() -> dict[str, Any]:
+        found = services.datasets.validate(dataset.id, progress.tell)
+        return DatasetOut.of(found).model_dump(mode="json")
+
+    operation = services.operations.start(
+        checks_all(dataset), work, wait_s=wait_s, raises=True, progress=progress
+    )
+    if operation.result is None:
+        return JSONResponse(OperationOut.of(operation).model_dump(mode="json"), 202)
+    return DatasetOut.model_validate(operation.result)
+
+
+def checks_all(dataset: Dataset) -> str:
+    """Return the name of the operation that reads every sample of a data set."""
+    return f"check every sample of {dataset.name}"
 
 
 @datasets_router.get("/datasets/{dataset_id}/samples", responses=error_responses(404, 504, 507))

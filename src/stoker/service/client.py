@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailur
 API = "/api/v1/training"
 TIMEOUT_S = 35.0
 """A little more than the longest time to the start of an answer."""
+POLL_S = 0.5
+"""Seconds between two looks at an operation."""
 SILENCE_S = 60.0
 """A stream without data for this long is dead: the service sends a heartbeat every 15 s."""
 PIECE_BYTES = 1 << 20
@@ -238,6 +241,24 @@ class Client:
     def register(self, body: Mapping[str, Any]) -> DatasetRow:
         """Register data that exists, as `{"kind": "hdf5", "name": "waves", "path": "waves.h5"}`."""
         return cast("DatasetRow", self._ask("POST", "/datasets", body=body))
+
+    def check(self, id: str, *, all: bool = False) -> DatasetRow:
+        """Check a data set and return it with the report.
+
+        Args:
+            id: Its id or name.
+            all: Read every sample, and return when that is done; else some, spread over all.
+        Raises:
+            ServiceError: The check of all samples failed.
+        """
+        path = f"/datasets/{quote(id, safe='')}/validate"
+        found = self._ask("POST", f"{path}?all=true" if all else path)
+        while found.get("state") == "running":
+            time.sleep(POLL_S)
+            found = self._ask("GET", f"/operations/{found['id']}")
+        if found.get("state") == "failed":
+            raise ServiceError(f"the check of {id} failed: {found['error']}")
+        return cast("DatasetRow", found.get("result") or found)
 
     def forget(self, id: str) -> None:
         """Remove a data set from the list; its files and caches stay."""

@@ -262,8 +262,13 @@ class Datasets:
         health = "unknown" if dataset.health == "making" else dataset.health
         return self._update(dataset.id, {"facts": facts, "health": health})
 
-    def checked(self, id: str) -> Dataset:
+    def checked(self, id: str, on_progress: Callable[[int, int], None] | None = None) -> Dataset:
         """Return a data set with a current report of its health, without storing it.
+
+        Args:
+            id: Its id or name.
+            on_progress: Read every sample, however long that takes, and call this with how many were read, of
+                how many. None: read some samples for a few seconds.
 
         Raises:
             NotFoundError: The data set does not exist.
@@ -271,14 +276,15 @@ class Datasets:
             PathRefusedError, ConfigError: The current settings do not allow reading it.
         """
         dataset = self.get(id)
-        report: list[dict[str, Json]] = self._look_at("check", dataset)
+        given = {} if on_progress is None else {"everything": True, "on_progress": on_progress}
+        report: list[dict[str, Json]] = self._look_at("check", dataset, **given)
         states = {str(row["status"]) for row in report}
         health = "bad" if "fail" in states else "doubtful" if "warn" in states else "good"
         return replace(dataset, report=report, health=health)
 
-    def validate(self, id: str) -> Dataset:
-        """Return a data set with a new report of its health, stored. Errors as `checked`."""
-        found = self.checked(id)
+    def validate(self, id: str, on_progress: Callable[[int, int], None] | None = None) -> Dataset:
+        """Return a data set with a new report of its health, stored. Arguments and errors as `checked`."""
+        found = self.checked(id, on_progress)
         values = {"report": found.report, "health": found.health, "checked": self._database.wall}
         return self._update(found.id, values)
 

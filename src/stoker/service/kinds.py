@@ -5,9 +5,11 @@ Simulations and images are here. Radio rows come from `stoker.extras.radio`.
 
 from __future__ import annotations
 
+import math
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, StokerError
 from stoker.plugins import load_extension
 from stoker.schema import Json, schema_to_json
 from stoker.service.previews import describe_samples
@@ -35,6 +37,16 @@ Spec = Mapping[str, Any]
 Row = dict[str, Json]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much a check reads."""
+
+    everything: bool = False
+    """Read each sample; else some, for a bounded time."""
+    tell: Callable[[int, int], None] = lambda read, count: None
+    """Called with the number of samples that were read, and of all."""
+
+
 class SamplesOf(Protocol):
     """Reads samples."""
 
@@ -49,7 +61,7 @@ class Kind:
 
     facts: Callable[[Spec], Row]
     """Returns figures, from headers and names or by the database: `samples` and more."""
-    check: Callable[[Spec], list[Row]]
+    check: Callable[[Spec, Reading], list[Row]]
     """Returns a report of health, a row per check: see `check_row`."""
     samples: SamplesOf
     """Returns some samples in a readable form."""
@@ -84,6 +96,10 @@ MOST_SHOWN = 100
 """Samples in one answer."""
 
 
+READ = "read"
+"""Name of the row of a report that says how many samples were read."""
+
+
 def check_row(check: str, status: str, detail: str) -> Row:
     """Return a row of a report: its name, `pass`, `warn` or `fail`, and what was found."""
     return {"check": check, "status": status, "detail": detail}
@@ -93,8 +109,12 @@ def check_row(check: str, status: str, detail: str) -> Row:
 # Files: simulations in HDF5, and images in a folder for each class.
 
 
-_READ = 8
-"""Number of samples that a check reads, spread over the data set."""
+CHECKED = 1000
+"""Samples that a check reads if it need not read all, spread over the data set."""
+CHECK_S = 10.0
+"""How long it reads them."""
+_LEAST = 8
+"""Samples that it reads even then."""
 
 
 def _hdf5_facts(spec: Spec) -> Row:
@@ -130,12 +150,15 @@ def _refuse_links(path: Path) -> None:
             raise SourceError(f"{entry} is a link that leads out of {path}", hint="Put the file itself there")
 
 
-def _check_hdf5(spec: Spec) -> list[Row]:
+def _check_hdf5(spec: Spec, reading: Reading) -> list[Row]:
     source = _hdf5_source(spec)
-    return [check_row("samples", "pass", format_count(len(source), "sample")), _check_content(source)]
+    return [
+        check_row("samples", "pass", format_count(len(source), "sample")),
+        *_check_content(source, reading),
+    ]
 
 
-def _check_images(spec: Spec) -> list[Row]:
+def _check_images(spec: Spec, reading: Reading) -> list[Row]:
     source = _images_source(spec)
     keys = source.keys()
     names: Counter[str] = Counter(key.split("/")[-2] for key in keys if "/" in key)
@@ -144,23 +167,55 @@ def _check_images(spec: Spec) -> list[Row]:
     return [
         check_row("samples", "pass", format_count(len(source), "sample")),
         check_row("classes", "pass" if least > 1 else "warn", told),
-        _check_content(source),
+        *_check_content(source, reading),
     ]
 
 
-def _check_content(source: Source) -> Row:
-    bad: list[str] = []
-    for number in sorted({round(n * (len(source) - 1) / (_READ - 1)) for n in range(_READ)}):
-        try:
-            sample = source.read(number)
-        except SourceError as error:
-            bad.append(str(error))
-            continue
-        for name, value in sample.items():
-            if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
-                bad.append(f"sample {number}: {name} holds a NaN or an infinity")
-    told = "; ".join(bad[:3]) or "the samples that were read are complete and finite"
-    return check_row("content", "fail" if bad else "pass", told)
+def _check_content(source: Source, reading: Reading) -> list[Row]:
+    """Return rows on what was read, and on what is wrong with it."""
+    count, read, bad = len(source), 0, 0
+    first: list[str] = []
+    until = time.monotonic() + CHECK_S
+    for number in range(count) if reading.everything else spread(count, CHECKED):
+        if not reading.everything and read >= _LEAST and time.monotonic() > until:
+            break
+        why = _fault_of(source, number)
+        bad += bool(why)
+        first += [why] if why and len(first) < 3 else []
+        read += 1
+        reading.tell(read, count)
+    how = f"{format_count(read)} of {format_count(count, 'sample')}{', spread evenly' * (read < count)}"
+    told = f"{format_count(bad, 'sample')} cannot be used: {'; '.join(first)}"
+    sound = "the samples that were read are complete and finite"
+    return [
+        check_row(READ, "pass", how),
+        check_row("content", "fail" if bad else "pass", told if bad else sound),
+    ]
+
+
+def _fault_of(source: Source, number: int) -> str:
+    """Return what is wrong with a sample; empty if nothing."""
+    try:
+        sample = source.read(number)
+    except StokerError as error:
+        return str(error)
+    for name, value in sample.items():
+        if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+            return f"sample {number}: {name} holds a NaN or an infinity"
+    return ""
+
+
+def spread(count: int, most: int) -> Iterator[int]:
+    """Yield at most so many different numbers below `count`, of which the first few are spread as well.
+
+    >>> [*spread(10, 4)], sorted(spread(10, 20)) == [*range(10)]
+    ([0, 7, 4, 1], True)
+    """
+    step = max(1, round(count * 0.618))  # the golden ratio: each number lies in one of the largest gaps
+    while math.gcd(step, count) > 1:
+        step += 1
+    for number in range(min(count, most)):
+        yield number * step % count
 
 
 def _hdf5_samples(spec: Spec, limit: int, offset: int, *, pictures: bool) -> list[Row]:

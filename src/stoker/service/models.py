@@ -181,6 +181,8 @@ class OperationOut(BaseModel):
     seconds: float
     result: dict[str, Any] | None
     error: str | None
+    done: int | None = Field(description="Parts that are done, as samples that were read; null: unknown.")
+    total: int | None = Field(description="Of so many.")
 
     @classmethod
     def of(cls, operation: Operation) -> OperationOut:
@@ -322,10 +324,11 @@ OPERATIONS: list[Example] = [
     {
         "id": "7797b520f5c3d258", "what": f"verify radio_train/{FINGERPRINT}", "state": "completed",
         "seconds": 0.031, "result": {"records": 3227, "ok": True, "bad": [], "unchecked": []}, "error": None,
+        "done": None, "total": None,
     },
     {
-        "id": "744906ddbeacd9a6", "what": "plan radio in batches of 256", "state": "running", "seconds": 20.0,
-        "result": None, "error": None,
+        "id": "744906ddbeacd9a6", "what": "check every sample of cells", "state": "running", "seconds": 20.0,
+        "result": None, "error": None, "done": 51200, "total": 400000,
     },
 ]  # fmt: skip
 READY: Example = {"status": "ready", "version": "0.1.0", "jobs": 3, "error": None}

@@ -32,6 +32,7 @@ from stoker.service.api import (
     Name,
     Print,
     begin_plan,
+    checks_all,
     get_files,
     inspect_cache,
     list_caches,
@@ -59,6 +60,7 @@ from stoker.service.views import (
     is_live,
     left_s,
     outcomes,
+    read_by_check,
     run_of,
     similar_job,
     spark,
@@ -406,7 +408,9 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
     ]
     return page(
         request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
-        figures=figures(dataset.facts), spec=flat(dataset.spec),
+        figures=figures(dataset.facts),
+        checking=services.operations.find(checks_all(dataset)), read=read_by_check(dataset.report),
+        spec=flat(dataset.spec),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.schema import Json
 from stoker.service.connections import use_password
-from stoker.service.kinds import MOST_SHOWN, Row, Spec, kind_of
+from stoker.service.kinds import MOST_SHOWN, Reading, Row, Spec, kind_of
 from stoker.service.security import data_paths
 from stoker.sources.files import confine_sources
 from stoker.sources.sql.query import parse_database_url
@@ -28,27 +28,36 @@ from stoker.sources.sql.query import parse_database_url
 TIMEOUT_S = 60.0
 MODULES = (*TORCH, "stoker.service.probes")
 """Modules that are imported before the process starts."""
+REPORT_S = 1.0
+"""Seconds between two reports of progress."""
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 4096
 
 
 def probe(
-    what: str, kind: str, spec: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S, **given: Any
+    what: str,
+    kind: str,
+    spec: Mapping[str, Any],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    on_progress: Callable[[int, int], None] | None = None,
+    **given: Any,
 ) -> Any:
     """Return the result of a function of `PROBES` from another process.
 
     Args:
         what: Name of the function.
         kind, spec: Of the data set.
-        timeout_s: How long it may take.
+        timeout_s: How long it may take, with `on_progress` from one report to the next.
+        on_progress: Called with the samples that were read and the number of all, about each second.
         given: Further arguments of the function; and `password`, of the connection of the spec's URL.
 
     Raises:
         SourceError: The data is invalid, or reading it crashed the process.
         StalledError: It took too long.
     """
-    until = time.monotonic() + timeout_s
-    request = json.dumps({"what": what, "kind": kind, "spec": dict(spec), **given})
+    told = {} if on_progress is None else {"tell": True}
+    request = json.dumps({"what": what, "kind": kind, "spec": dict(spec), **told, **given})
     output = anonymous_file("stoker-probe")
     try:
         child = Child(
@@ -56,7 +65,7 @@ def probe(
             output=output, modules=MODULES,
         )  # fmt: skip
         try:
-            said = _answer_of(child, until)
+            said = _answer_of(child, timeout_s, on_progress)
         finally:
             child.stop(0.0)
             child.close()
@@ -81,21 +90,27 @@ def probe(
     return answer["found"]
 
 
-def _answer_of(child: Child, until: float) -> bytes | None:
-    """Return all output of a process up to its end; None if it does not end in time."""
-    pieces: list[bytes] = []
+def _answer_of(
+    child: Child, timeout_s: float, on_progress: Callable[[int, int], None] | None
+) -> bytes | None:
+    """Return the answer of a process, the last line of its output; None if it does not end in time."""
+    said, until = bytearray(), time.monotonic() + timeout_s
     try:
         while True:
             child.socket.settimeout(max(0.001, until - time.monotonic()))
             piece = child.socket.recv(_PIECE_BYTES)
             if not piece:
                 break
-            pieces.append(piece)
+            said += piece
+            while on_progress is not None and b"\n" in said:
+                line, _, said = said.partition(b"\n")
+                on_progress(*json.loads(line))
+                until = time.monotonic() + timeout_s
     except TimeoutError:
         return None
     except ConnectionError:
         pass  # it was killed
-    return b"".join(pieces) if child.wait(max(0.0, until - time.monotonic())) else None
+    return bytes(said) if child.wait(max(0.0, until - time.monotonic())) else None
 
 
 def _shown(spec: Mapping[str, Any]) -> str:
@@ -108,6 +123,8 @@ def serve(connection: Connection) -> None:
     use_password(request.pop("password", None))
     confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
     answer: dict[str, Json]
+    if request.pop("tell", False):
+        request["tell"] = _Reports(connection).tell
     try:
         answer = {"found": PROBES[request.pop("what")](request.pop("kind"), request.pop("spec"), **request)}
     except StokerError as error:
@@ -115,12 +132,28 @@ def serve(connection: Connection) -> None:
     connection.socket.sendall(json.dumps(answer).encode())
 
 
+class _Reports:
+    """Sends the progress of reading, a line each."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._socket = connection.socket
+        self._due = 0.0
+
+    def tell(self, read: int, count: int) -> None:
+        """Send it if a report is due."""
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + REPORT_S
+            self._socket.sendall(f"{json.dumps([read, count])}\n".encode())
+
+
 def _facts(kind: str, spec: Spec) -> Row:
     return kind_of(kind).facts(spec)
 
 
-def _check(kind: str, spec: Spec) -> list[Row]:
-    return kind_of(kind).check(spec)
+def _check(
+    kind: str, spec: Spec, *, everything: bool = False, tell: Callable[[int, int], None] = lambda *_: None
+) -> list[Row]:
+    return kind_of(kind).check(spec, Reading(everything, tell))
 
 
 def _samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0, *, pictures: bool = False) -> list[Row]:

@@ -320,11 +320,13 @@ class FewProbes:
         self._free = threading.BoundedSemaphore(PROBES)
 
     def probe(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
-        """Return what `probes.probe` returns.
+        """Return what `probes.probe` returns. One that reports its progress is an operation, limited as such.
 
         Raises:
             ResourceError: Too many are being read.
         """
+        if "on_progress" in given:
+            return probe(what, kind, spec, **given)
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
                 f"{PROBES} data sets are being read, which is the limit", hint="Try again in a while"

@@ -12,6 +12,7 @@ from typing import Any, cast
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.job_config import UNUSED_FIELDS, WITHOUT_EFFECT, JobConfig
 from stoker.service.jobs import Job
+from stoker.service.kinds import READ
 from stoker.service.models import utc
 from stoker.service.services import Services
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
@@ -288,6 +289,11 @@ def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name, field in facts.get("fields", {}).items()
     }
     return [(name.replace("_", " "), _figure(value)) for name, value in rest.items()] + [*shapes.items()]
+
+
+def read_by_check(report: Sequence[Mapping[str, Any]]) -> str:
+    """Return which samples a check has read, in words; empty if the report does not say."""
+    return next((f"{row['detail']} read" for row in report if row["check"] == READ), "")
 
 
 HISTOGRAM_BINS = 12

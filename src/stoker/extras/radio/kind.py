@@ -28,7 +28,7 @@ from stoker.extras.radio.demo import (
 )
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
-from stoker.service.kinds import Kind, Spec, check_row
+from stoker.service.kinds import READ, Kind, Reading, Spec, check_row
 from stoker.sources.sql.databases import connect_read_only
 from stoker.sources.sql.query import parse_database_url, sqlite_url
 from stoker.units import format_count
@@ -211,11 +211,15 @@ def facts(spec: Spec) -> dict[str, Json]:
     return {"samples": found.pop("rows"), **found}
 
 
-def check(spec: Spec) -> list[dict[str, Json]]:
+def check(spec: Spec, reading: Reading) -> list[dict[str, Json]]:
     """Return a report over all rows, by figures that the database computes."""
+    del reading
     found: dict[str, Any] = RadioSet.of(spec).facts()
     count = found["rows"]
-    rows = [check_row("rows", "pass" if count else "fail", f"{format_count(count)} rows")]
+    rows = [
+        check_row("rows", "pass" if count else "fail", f"{format_count(count)} rows"),
+        check_row(READ, "pass", f"{format_count(count)} of {format_count(count)} rows"),
+    ]
     for name, what in (
         ("without_place", "without the transmitter's place"),
         ("place_out_of_range", "with an invalid place on the earth"),

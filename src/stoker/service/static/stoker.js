@@ -388,7 +388,8 @@ function why(answer) {
 async function finish(operation, place) {
   let now = operation;
   while (now.state === "running") {
-    place.textContent = `${now.what}: ${now.seconds.toFixed(0)} s so far`;
+    const far = now.total ? `${now.done.toLocaleString("en")} of ${now.total.toLocaleString("en")}, ` : "";
+    place.textContent = `${now.what}: ${far}${now.seconds.toFixed(0)} s so far`;
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     const reply = await ask(`/api/v1/training/operations/${now.id}`, "GET");
     if (reply.status === 401) {
@@ -396,6 +397,10 @@ async function finish(operation, place) {
       return;
     }
     now = reply.ok ? reply.answer : {state: "failed", error: why(reply.answer)};
+  }
+  if (now.state !== "failed" && "report" in (now.result || now)) { // of a data set, which the page shows
+    location.reload();
+    return;
   }
   const text = document.createElement("p");
   text.className = now.state === "failed" ? "problem" : "lines";
@@ -441,6 +446,11 @@ function cleaned(result) {
     }
   }
   return text.join("\n");
+}
+
+// Work that was started by an earlier look at this page.
+for (const place of document.querySelectorAll("[data-running]")) {
+  finish({id: place.dataset.running, what: "Running", state: "running", seconds: 0}, place).catch(() => news());
 }
 
 // A field that is refused in a folded part of a form would be refused without a word.
