@@ -128,8 +128,8 @@ def test_the_client_waits_for_the_end_of_a_check(tmp_path: Path) -> None:
         client = Client(running.address, running.token)
         client.register({"kind": "images", "name": "shades", "path": "images"})
 
-        assert client.check("shades")["health"] == "good"
-        assert client.check("shades", all=True)["health"] == "good"
+        assert client.dataset("shades", check="some")["health"] == "good"
+        assert client.dataset("shades", check="all")["health"] == "good"
 
         def failing(*_: Any, **__: Any) -> Any:
             time.sleep(0.2)
@@ -137,4 +137,4 @@ def test_the_client_waits_for_the_end_of_a_check(tmp_path: Path) -> None:
 
         running.services.datasets._probe = failing
         with pytest.raises(ServiceError):
-            client.check("shades", all=True)
+            client.dataset("shades", check="all")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from stoker.service import api, client, models
+from stoker.service import client, models
 from stoker.service.database import DATASETS, JOBS, State
 from stoker.service.jobs import JobQueue, Line, Outcome
 from stoker.service.models import BY_MODEL, DATASET, JOB
@@ -125,7 +125,7 @@ def test_every_body_has_examples(described: dict[str, Any]) -> None:
     [
         (client.JobRow, models.JobOut), (client.JobPage, models.JobList),
         (client.JobDetail, models.JobDetail),
-        (client.DatasetRow, api.DatasetOut), (client.DatasetPage, api.DatasetList),
+        (client.DatasetRow, models.DatasetOut), (client.DatasetPage, models.DatasetList),
     ],
 )  # fmt: skip
 def test_what_the_client_says_of_an_answer_is_in_it(row: Any, model: type[BaseModel]) -> None:

@@ -504,7 +504,7 @@ def job_check(
       stoker job check waves --all
     """
     client = _client(server, state_dir, token_file)
-    out.show(client.check(client.dataset(name)["id"], all=all), _render_report)
+    out.show(client.dataset(name, check="all" if all else "some"), _render_report)
 
 
 @cli_command

@@ -32,9 +32,14 @@ from stoker.service.models import (
     DATASET,
     EVENT,
     FINGERPRINT,
+    GENERATE,
     LOG_EVENT,
     PROMETHEUS,
+    REGISTER,
+    DatasetList,
+    DatasetOut,
     FileOut,
+    GeneratedDataset,
     JobDetail,
     JobFiles,
     JobList,
@@ -44,10 +49,10 @@ from stoker.service.models import (
     JobRequest,
     MoreEpochs,
     OperationOut,
+    SampleList,
     Wait,
     as_json,
     error_responses,
-    same_fields,
     utc,
 )
 from stoker.service.probes import probe
@@ -457,64 +462,6 @@ DatasetId = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=500)]
 Offset = Annotated[int, Query(ge=0, le=10**9)]
-REGISTER = {
-    "simulations": {"value": {"kind": "hdf5", "name": "burgers", "path": "pdebench/burgers1d_train.h5"}},
-    "images": {"value": {"kind": "images", "name": "cells", "path": "cells"}},
-    "radio rows": {
-        "value": {"kind": "radio", "name": "lab", "url": "postgresql:///lab", "set": DATASET},
-    },
-}
-GENERATE = {
-    "radio rows": {"value": {"kind": "radio", "name": "radio", "rows": 4030}},
-    "simulations": {"value": {"kind": "hdf5", "name": "burgers-64", "trajectories": 64}},
-}
-
-
-class DatasetOut(BaseModel):
-    """The current state of a data set."""
-
-    id: str
-    name: str
-    kind: Literal["radio", "hdf5", "images"]
-    origin: Literal["registered", "generated"]
-    spec: dict[str, Any] = Field(description="Where it is and how it is opened.")
-    facts: dict[str, Any] = Field(description="What was found there: `samples`, and more by kind.")
-    health: str = Field(description="Of the last check: unknown, making, good, doubtful or bad.")
-    report: list[dict[str, Any]] = Field(description="Of that check: check, status and detail, a row each.")
-    created_at: str
-    checked_at: str | None
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> DatasetOut:
-        """Return a data set in the form of the API."""
-        return cls(
-            created_at=utc(dataset.created),
-            checked_at=None if dataset.checked is None else utc(dataset.checked),
-            **same_fields(cls, dataset),
-        )
-
-
-class DatasetList(BaseModel):
-    """A page of data sets, the newest first."""
-
-    datasets: list[DatasetOut]
-    total: int
-    limit: int
-    offset: int
-
-
-class GeneratedDataset(BaseModel):
-    """A data set that is being generated, and the job that does it."""
-
-    dataset: DatasetOut
-    job: JobOut
-
-
-class SampleList(BaseModel):
-    """Some samples in a readable form."""
-
-    dataset_id: str
-    samples: list[dict[str, Any]]
 
 
 @datasets_router.post("/datasets", status_code=201, responses=error_responses(404, 409, 504))

@@ -243,7 +243,7 @@ class Operations:
         return self._look(running)
 
     def find(self, what: str) -> Operation | None:
-        """Return the operation of that name that runs now; None: there is none."""
+        """Return the operation of that name that runs now, or None."""
         with self._lock:
             named = [one for one in self._all.values() if one.operation.what == what]
         running = next((one for one in named if not one.done.is_set()), None)

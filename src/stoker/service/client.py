@@ -234,31 +234,29 @@ class Client:
         query = urlencode({"limit": limit, "offset": offset})
         return cast("DatasetPage", self._ask("GET", f"/datasets?{query}"))
 
-    def dataset(self, id: str) -> DatasetRow:
-        """Return one data set, by id or name."""
-        return cast("DatasetRow", self._ask("GET", f"/datasets/{quote(id, safe='')}"))
-
-    def register(self, body: Mapping[str, Any]) -> DatasetRow:
-        """Register data that exists, as `{"kind": "hdf5", "name": "waves", "path": "waves.h5"}`."""
-        return cast("DatasetRow", self._ask("POST", "/datasets", body=body))
-
-    def check(self, id: str, *, all: bool = False) -> DatasetRow:
-        """Check a data set and return it with the report.
+    def dataset(self, id: str, *, check: Literal["some", "all"] | None = None) -> DatasetRow:
+        """Return one data set.
 
         Args:
             id: Its id or name.
-            all: Read every sample, and return when that is done; else some, spread over all.
+            check: Check it first, by samples spread over it or by every one, which may take long.
         Raises:
             ServiceError: The check of all samples failed.
         """
-        path = f"/datasets/{quote(id, safe='')}/validate"
-        found = self._ask("POST", f"{path}?all=true" if all else path)
+        path = f"/datasets/{quote(id, safe='')}"
+        if check is None:
+            return cast("DatasetRow", self._ask("GET", path))
+        found = self._ask("POST", f"{path}/validate{'?all=true' * (check == 'all')}")
         while found.get("state") == "running":
             time.sleep(POLL_S)
             found = self._ask("GET", f"/operations/{found['id']}")
         if found.get("state") == "failed":
             raise ServiceError(f"the check of {id} failed: {found['error']}")
         return cast("DatasetRow", found.get("result") or found)
+
+    def register(self, body: Mapping[str, Any]) -> DatasetRow:
+        """Register data that exists, as `{"kind": "hdf5", "name": "waves", "path": "waves.h5"}`."""
+        return cast("DatasetRow", self._ask("POST", "/datasets", body=body))
 
     def forget(self, id: str) -> None:
         """Remove a data set from the list; its files and caches stay."""

@@ -35,6 +35,7 @@ from stoker.units import format_few
 
 if TYPE_CHECKING:
     from stoker.service.background import Operation
+    from stoker.service.datasets import Dataset
     from stoker.service.jobs import Job
 
 
@@ -172,6 +173,53 @@ class JobLog(BaseModel):
     truncated: bool = Field(description="There are earlier lines.")
 
 
+class DatasetOut(BaseModel):
+    """The current state of a data set."""
+
+    id: str
+    name: str
+    kind: Literal["radio", "hdf5", "images"]
+    origin: Literal["registered", "generated"]
+    spec: dict[str, Any] = Field(description="Where it is and how it is opened.")
+    facts: dict[str, Any] = Field(description="What was found there: `samples`, and more by kind.")
+    health: str = Field(description="Of the last check: unknown, making, good, doubtful or bad.")
+    report: list[dict[str, Any]] = Field(description="Of that check: check, status and detail, a row each.")
+    created_at: str
+    checked_at: str | None
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> DatasetOut:
+        """Return a data set in the form of the API."""
+        return cls(
+            created_at=utc(dataset.created),
+            checked_at=None if dataset.checked is None else utc(dataset.checked),
+            **same_fields(cls, dataset),
+        )
+
+
+class DatasetList(BaseModel):
+    """A page of data sets, the newest first."""
+
+    datasets: list[DatasetOut]
+    total: int
+    limit: int
+    offset: int
+
+
+class GeneratedDataset(BaseModel):
+    """A data set that is being generated, and the job that does it."""
+
+    dataset: DatasetOut
+    job: JobOut
+
+
+class SampleList(BaseModel):
+    """Some samples in a readable form."""
+
+    dataset_id: str
+    samples: list[dict[str, Any]]
+
+
 class OperationOut(BaseModel):
     """Work that may take longer than its request."""
 
@@ -290,6 +338,17 @@ MADE: Example = {
         "config": {"kind": "radio", "name": "radio", "rows": 4030, "seed": 0},
     },
 }  # fmt: skip
+REGISTER = {
+    "simulations": {"value": {"kind": "hdf5", "name": "burgers", "path": "pdebench/burgers1d_train.h5"}},
+    "images": {"value": {"kind": "images", "name": "cells", "path": "cells"}},
+    "radio rows": {
+        "value": {"kind": "radio", "name": "lab", "url": "postgresql:///lab", "set": DATASET},
+    },
+}
+GENERATE = {
+    "radio rows": {"value": {"kind": "radio", "name": "radio", "rows": 4030}},
+    "simulations": {"value": {"kind": "hdf5", "name": "burgers-64", "trajectories": 64}},
+}
 SAMPLES: Example = {
     "dataset_id": DATASET,
     "samples": [
