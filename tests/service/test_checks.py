@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,24 +101,37 @@ def test_reading_everything_is_an_operation_with_progress_and_an_end(
     assert say(services, "POST", f"{API}/datasets", request).status == 201
     (tmp_path / "data" / "images" / "dark" / "3.png").write_bytes(b"no image")
 
-    begun = say(services, "POST", f"{API}/datasets/shades/validate?all=true&wait_s=0", {})
+    read, probe_it = threading.Event(), services.datasets._probe
+
+    def waiting(what: str, *given: Any, **named: Any) -> Any:
+        named["on_progress"](7, 24)
+        assert read.wait(60)
+        return probe_it(what, *given, **named)
+
+    services.datasets._probe = waiting
+
+    begun = say(services, "POST", f"{API}/datasets/shades/validate?all=true&wait_s=1", {})
 
     assert begun.status == 202
+    assert (begun.json()["done"], begun.json()["total"]) == (7, 24)
     page = say(services, "GET", "/datasets/shades").body.decode()
     assert begun.json()["id"] in page, "the page follows what runs"
+    assert say(services, "POST", f"{API}/datasets/shades/validate?all=true", {}).status == 409
+    read.set()
     until = time.monotonic() + 60
     while (now := say(services, "GET", f"{API}/operations/{begun.json()['id']}").json())[
         "state"
     ] == "running":
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert (now["state"], now["done"], now["total"]) == ("completed", None, None) or now["total"] == 24
+    assert now["state"] == "completed"
     assert now["result"]["health"] == "bad"
     known = say(services, "GET", f"{API}/datasets/shades").json()
     assert known == now["result"]
     page = say(services, "GET", "/datasets/shades").body.decode()
     assert "24 of 24 samples read" in page
     assert "data-running" not in page
+    services.datasets._probe = probe_it
     again = say(services, "POST", f"{API}/datasets/shades/validate?all=true", {})
     assert (again.status, again.json()["health"]) == (200, "bad")
 

@@ -151,9 +151,9 @@ def _facts(kind: str, spec: Spec) -> Row:
 
 
 def _check(
-    kind: str, spec: Spec, *, everything: bool = False, tell: Callable[[int, int], None] = lambda *_: None
+    kind: str, spec: Spec, *, everything: bool = False, tell: Callable[[int, int], None] | None = None
 ) -> list[Row]:
-    return kind_of(kind).check(spec, Reading(everything, tell))
+    return kind_of(kind).check(spec, Reading(everything) if tell is None else Reading(everything, tell))
 
 
 def _samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0, *, pictures: bool = False) -> list[Row]:
