@@ -81,7 +81,7 @@ class GenerateRadio(_DatasetRequest):
     rows: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4030
     """Accepted measurements."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    """Equal settings give equal rows."""
+    """Equal settings give equal rows; their keys differ by the name."""
     power_dbm: Annotated[float, Field(ge=0, le=80, strict=True)] = 37.0
     """Power of the transmitters."""
     least_receivers: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
@@ -203,11 +203,9 @@ class Datasets:
             ConflictError: The name, or the same data, exists as something else.
         """
         made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
-        id, spec, count = kind_of(request.kind).place(made_of, self._data)
+        id, spec, count = kind_of(request.kind).place(request.name, made_of, self._data)
         facts: dict[str, Json] = {"samples": count}
-        return self._insert(
-            id, request.name, request.kind, "generated", {**spec, "make": made_of}, facts, "making"
-        )
+        return self._insert(id, request.name, request.kind, "generated", spec, facts, "making")
 
     def get(self, id: str) -> Dataset:
         """Return one data set, by its id or its name.

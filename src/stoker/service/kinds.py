@@ -69,8 +69,8 @@ class Kind:
     """Returns where the data of a job is, as settings of docs/reference/config.md."""
     train: Callable[[JobRun], dict[str, Any]]
     """Trains on it; returns the results of the job, by name."""
-    place: Callable[[Mapping[str, Any], Path], tuple[str, Row, int]]
-    """Returns id, spec and number of samples of data to generate from settings, in a folder."""
+    place: Callable[[str, Mapping[str, Any], Path], tuple[str, Row, int]]
+    """Returns id, spec and number of samples of data to generate: from its name and settings, in a folder."""
     generate: Callable[[Spec, Journal], bool]
     """Generates a data set unless it exists; returns True if it had to be made."""
     remove: Callable[[Spec], None]
@@ -252,20 +252,21 @@ def _task(dataset: Mapping[str, Any]) -> str:
     return f"{'generated' if stem == id else plain[:40].strip('_-') or 'data'}-{id[:8]}"
 
 
-def _place_burgers(made_of: Mapping[str, Any], data: Path) -> tuple[str, Row, int]:
-    settings = sorted((name, value) for name, value in made_of.items() if name != "name")
-    id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))
-    return id, {"path": str(data / f"{id}.hdf5")}, int(made_of["trajectories"])
+def _place_burgers(_name: str, made_of: Mapping[str, Any], data: Path) -> tuple[str, Row, int]:
+    id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {sorted(made_of.items())}"))
+    return id, {"path": str(data / f"{id}.hdf5"), "make": dict(made_of)}, int(made_of["trajectories"])
 
 
-def _generate_burgers(spec: Spec, _journal: Journal) -> bool:
+def _generate_burgers(spec: Spec, journal: Journal) -> bool:
     from stoker.run.demo import BurgersSpec, write_burgers
 
     path = Path(str(spec["path"]))
     if path.is_file():  # the file appears complete or not at all
         return False
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_burgers(path, BurgersSpec(**spec["make"]))
+    wanted = BurgersSpec(**spec["make"])
+    journal.tell("progress", {"message": f"solves {format_count(wanted.trajectories)} trajectories"})
+    write_burgers(path, wanted)
     return True
 
 

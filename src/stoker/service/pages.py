@@ -39,6 +39,7 @@ from stoker.service.api import (
     why,
 )
 from stoker.service.database import WAITING_STATES, State
+from stoker.service.datasets import Dataset
 from stoker.service.jobs import Job
 from stoker.service.models import FileOut, JobRequest, status_of
 from stoker.service.security import SESSION_S
@@ -403,15 +404,24 @@ def part_datasets(request: Request, services: ServicesDep, number: PageNumber = 
 def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
     """Return one data set: figures, health, and which jobs use it."""
     dataset = services.datasets.get(dataset_id)
-    users = [
-        job for job in services.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}
-    ]
+    events = services.outbox.newest()
     return page(
-        request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
+        request, "dataset.html", title=dataset.name, dataset=dataset, users=_jobs_on(services, dataset),
+        events=events, maker=_maker(services, dataset), now=time.time(),
         figures=figures(dataset.facts),
         checking=services.operations.find(checks_all(dataset)), read=read_by_check(dataset.report),
         spec=flat(dataset.spec),
     )  # fmt: skip
+
+
+@router.get("/parts/datasets/{dataset_id}/making")
+def part_making(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
+    """Return how far the job is that generates a data set. The page reloads once that has ended."""
+    dataset = services.datasets.get(dataset_id)
+    response = page(request, "parts/making.html", maker=_maker(services, dataset), dataset=dataset)
+    if dataset.health != "making":
+        response.headers["HX-Refresh"] = "true"
+    return response
 
 
 @router.get("/parts/datasets/{dataset_id}/samples")
@@ -532,6 +542,19 @@ def _timeline(services: Services, job: Job) -> dict[str, Any]:
 def _log(services: Services, id: str) -> dict[str, Any]:
     lines, _, cut = stream.tail(services.folder.job(id).log, LOG_LINES)
     return {"lines": lines, "cut": cut}
+
+
+def _jobs_on(services: Services, dataset: Dataset) -> list[Job]:
+    """Return the newest jobs that name a data set."""
+    names = {dataset.id, dataset.name}
+    return [job for job in services.jobs.list(limit=USERS) if names & {*job.dataset_ids}]
+
+
+def _maker(services: Services, dataset: Dataset) -> Job | None:
+    """Return the job that generates a data set; None if it is not being generated, or the job is gone."""
+    if dataset.health != "making":
+        return None
+    return next((job for job in _jobs_on(services, dataset) if job.kind == "generation"), None)
 
 
 def _users(services: Services, fingerprint: str) -> list[Any]:

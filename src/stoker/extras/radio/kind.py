@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sqlite3
+import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -295,6 +296,7 @@ def _dropped(run: JobRun, caches: Sequence[CacheResult]) -> int:
     return max(0, there - sum(one.count for one in caches))
 
 
+PROGRESS_S = 1.0
 WAIT_S = 3600.0
 """Timeout of waiting for another job that writes to the same database."""
 
@@ -318,15 +320,31 @@ def generate(spec: Spec, journal: Journal) -> bool:
             )
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # jobs read while other sets are written
-        journal.tell("progress", {"message": f"makes {format_count(wanted.rows)} rows"})
-        return write_radio(path, wanted)
+        return write_radio(path, wanted, _RowProgress(journal, wanted.rows).tell)
 
 
-def place(made_of: Mapping[str, Any], data: Path) -> tuple[str, dict[str, Json], int]:
+class _RowProgress:
+    """Writes the progress of the generation to the journal, about each second."""
+
+    def __init__(self, journal: Journal, rows: int) -> None:
+        self._journal, self._rows = journal, rows
+        self._due = 0.0
+
+    def tell(self, number: int) -> None:
+        """Write it if that is due."""
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + PROGRESS_S
+        message = f"{format_count(number)} of {format_count(self._rows, 'row')} are made"
+        self._journal.tell("progress", {"message": message, "progress": number / self._rows})
+
+
+def place(name: str, made_of: Mapping[str, Any], data: Path) -> tuple[str, dict[str, Json], int]:
     """Return id, spec and number of rows of a data set to generate."""
-    wanted = RadioSpec(**made_of)
-    id = str(wanted.dataset_id)
-    return id, {"url": sqlite_url(data / "radio.db"), "table": TABLE, "set": id}, wanted.rows
+    wanted = RadioSpec(name=name, **made_of)
+    id, url = str(wanted.dataset_id), sqlite_url(data / "radio.db")
+    spec: dict[str, Json] = {"url": url, "table": TABLE, "set": id, "make": {**made_of, "name": name}}
+    return id, spec, wanted.rows
 
 
 RADIO = Kind(

@@ -480,7 +480,7 @@ document.addEventListener("submit", async (event) => {
     if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(why(answer) || "the service refused this");
-    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
+    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent((answer.dataset || answer).id)));
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
     else news();
