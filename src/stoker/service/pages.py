@@ -27,6 +27,7 @@ import stoker
 from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import (
+    CacheRow,
     DatasetId,
     Id,
     Name,
@@ -407,7 +408,7 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
     events = services.outbox.newest()
     return page(
         request, "dataset.html", title=dataset.name, dataset=dataset, users=_jobs_on(services, dataset),
-        events=events, maker=_maker(services, dataset), now=time.time(),
+        events=events, maker=_maker(services, dataset), caches=_caches_of(services, dataset), now=time.time(),
         figures=figures(dataset.facts),
         checking=services.operations.find(checks_all(dataset)), read=read_by_check(dataset.report),
         spec=flat(dataset.spec),
@@ -466,10 +467,11 @@ def show_cache(
         one for one in list_caches(services).caches if one.name == name and one.fingerprint != fingerprint
     ]
     differences = why(name, fingerprint, services, other) if other or others else None
+    users = _users(services, fingerprint)
     return page(
         request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
         detail=detail, recipe=flat(recipe), others=others, differences=differences, other=other,
-        users=_users(services, fingerprint),
+        users=users, datasets=_datasets_of(services, users),
     )  # fmt: skip
 
 
@@ -557,16 +559,33 @@ def _maker(services: Services, dataset: Dataset) -> Job | None:
     return next((job for job in _jobs_on(services, dataset) if job.kind == "generation"), None)
 
 
-def _users(services: Services, fingerprint: str) -> list[Any]:
+def _users(services: Services, fingerprint: str) -> list[Job]:
     """Return the newest jobs that train on a cache."""
     found = services.jobs.list(limit=USERS)
-    started = services.outbox.newest_of("started", [job.id for job in found])
+    caches = _caches_by_job(services, found)
+    return [job for job in found if any(print == fingerprint for _, print in caches[job.id])]
 
-    def used(id: str) -> bool:
-        caches: Any = (started[id].data.get("caches") if id in started else None) or ()
-        return any(cache["fingerprint"] == fingerprint for cache in caches)
 
-    return [job for job in found if used(job.id)]
+def _caches_by_job(services: Services, jobs: Sequence[Job]) -> dict[str, list[tuple[str, str]]]:
+    """Return names and fingerprints of the caches that each job trains on; empty before it has begun to."""
+    started = services.outbox.newest_of("started", [job.id for job in jobs])
+    told: dict[str, Any] = {id: event.data.get("caches") or () for id, event in started.items()}
+    return {job.id: [(one["name"], one["fingerprint"]) for one in told.get(job.id, ())] for job in jobs}
+
+
+def _caches_of(services: Services, dataset: Dataset) -> list[CacheRow]:
+    """Return the caches that jobs on a data set train on, if they still exist."""
+    by_job = _caches_by_job(services, _jobs_on(services, dataset))
+    used = {one for caches in by_job.values() for one in caches}
+    return (
+        [row for row in list_caches(services).caches if (row.name, row.fingerprint) in used] if used else []
+    )
+
+
+def _datasets_of(services: Services, jobs: Sequence[Job]) -> list[Dataset]:
+    """Return the registered data sets that jobs name."""
+    named = {id for job in jobs for id in job.dataset_ids}
+    return [one for one in services.datasets.list(limit=500) if one.id in named] if named else []
 
 
 def _machine(services: Services) -> dict[str, Any]:

@@ -402,6 +402,10 @@ async function finish(operation, place) {
     location.reload();
     return;
   }
+  if (now.state !== "failed" && "caches" in now.result) {
+    place.replaceChildren(...cleaned(now.result));
+    return;
+  }
   const text = document.createElement("p");
   text.className = now.state === "failed" ? "problem" : "lines";
   text.textContent = now.state === "failed" ? now.error : told(now.result);
@@ -414,7 +418,6 @@ function told(result) {
     const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
     return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
   }
-  if ("removed" in result) return cleaned(result);
   return JSON.stringify(result, null, 1).replace(/[{}"]/g, "").trim() || "Nothing.";
 }
 
@@ -426,26 +429,43 @@ function size(bytes) {
   return `${left.toFixed(unit === 0 || left >= 100 ? 0 : 1)} ${units[unit]}`;
 }
 
-// What a clean-up removes and keeps, a line each: `radio_train/0123456789abcdef, 716 KiB: unused for 40 days`.
+function element(name, text, className = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+function ago(seconds) {
+  return seconds < 60 ? "now" : seconds < 172800 ? `${duration(seconds)} ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+// What a clean-up removes and keeps: a sentence, a row for each cache with the rule that decides, and other things.
 function cleaned(result) {
-  const lines = (items) => items.map((item) => {
-    const path = item.path.split("/");
-    const cut = item.kind === "fingerprint" ? 2 : 3;
-    return `${path.slice(-cut).join("/")}, ${size(item.bytes)}: ${item.reason}`;
-  });
-  const freed = size(result.bytes_removed);
   const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
-  const text = result.removed.length
-    ? [result.dry_run ? `This would remove ${freed}; ${left}` : `Removed ${freed}; ${left}`, ...lines(result.removed)]
-    : [`Nothing ${result.dry_run ? "would go" : "went"}; ${left}`];
-  if (result.kept.length) text.push("These stay:", ...lines(result.kept));
-  if (!result.dry_run) {
-    for (const {path} of result.removed) {
-      const link = document.querySelector(`a[href="/caches/${path.split("/").slice(-2).join("/")}"]`);
-      if (link) link.closest("tr").remove();
-    }
+  const some = result.removed.length ? `${result.dry_run ? "This would remove" : "Removed"} ${size(result.bytes_removed)}; ${left}`
+    : `Nothing ${result.dry_run ? "would go" : "went"}; ${left}`;
+  const table = element("table", "", "list");
+  const names = ["Cache", "", "Why", "Size", "Last used"];
+  const head = table.createTHead().insertRow();
+  for (const name of names) head.append(element("th", name, ["Size", "Last used"].includes(name) ? "num" : ""));
+  const body = table.createTBody();
+  for (const one of [...result.caches].sort((a, b) => b.removed - a.removed)) {
+    const fate = one.removed ? (result.dry_run ? "would go" : "removed") : "stays";
+    const cells = [element("td", `${one.name}/${one.fingerprint}`), element("td", ""), element("td", one.rule, "words"),
+      element("td", size(one.bytes), "num"), element("td", ago(one.unused_s), "num")];
+    cells[1].append(element("span", fate, one.removed ? "state bad" : "state good"));
+    cells.forEach((cell, at) => { cell.dataset.label = names[at] || "Clean-up"; });
+    body.insertRow().append(...cells);
+    const link = document.querySelector(`a[href="/caches/${one.name}/${one.fingerprint}"]`);
+    if (link && one.removed && !result.dry_run) link.closest("tr").remove();
   }
-  return text.join("\n");
+  const known = new Set(result.caches.map((one) => `${one.name}/${one.fingerprint}`));
+  const rest = result.removed.filter((item) => !known.has(item.path.split("/").slice(-2).join("/")));
+  const lines = rest.map((item) => `${item.path.split("/").slice(-3).join("/")}, ${size(item.bytes)}: ${item.reason}`);
+  const scroll = element("div", "", "scroll");
+  scroll.append(table);
+  return [element("p", some), ...(result.caches.length ? [scroll] : []), ...(lines.length ? [element("p", lines.join("\n"), "lines")] : [])];
 }
 
 // Work that was started by an earlier look at this page.
