@@ -518,7 +518,7 @@ def job_forget(
 ) -> None:
     """Remove a data set from the list.
 
-    Its files and caches stay.
+    Registered files and rows stay, and caches. Data that the service generated is deleted.
 
     \b
     Example:
@@ -527,7 +527,12 @@ def job_forget(
     client = _client(server, state_dir, token_file)
     found = client.dataset(name)
     if not yes:
-        out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
+        if found["origin"] == "generated":
+            out.confirm(
+                f"Delete data set {found['name']} ({found['id']}) with its data, which was generated?"
+            )
+        else:
+            out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
     client.forget(found["id"])
     out.show({"forgotten": found["id"]}, _render_values)
 
@@ -679,11 +684,13 @@ def _render_datasets(found: Mapping[str, Any], console: Console) -> None:
     if not rows:
         console.print("no data sets yet. `stoker job register` and `stoker job generate` make one")
         return
-    shown = [bold("name", "kind", "samples", "health", "id")]
+    shown = [bold("name", "kind", "samples", "health", "id", "where")]
     for one in rows:
         samples = one["facts"].get("samples")
         count = "-" if samples is None else format_count(samples)
-        shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"]))
+        place = f"connection {one['spec']['connection']}" if "connection" in one["spec"] else ""
+        place = place or one["spec"].get("path") or one["spec"].get("url", "")
+        shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"], escape(place)))
     table(console, shown, fixed=5, right=range(2, 3), gap=2)
 
 
