@@ -402,14 +402,11 @@ async function finish(operation, place) {
     location.reload();
     return;
   }
-  if (now.state !== "failed" && "caches" in now.result) {
-    place.replaceChildren(...cleaned(now.result));
-    return;
-  }
   const text = document.createElement("p");
   text.className = now.state === "failed" ? "problem" : "lines";
   text.textContent = now.state === "failed" ? now.error : told(now.result);
   place.replaceChildren(text);
+  if (now.state !== "failed" && "caches" in now.result) showClean(now.result, text);
 }
 
 function told(result) {
@@ -418,6 +415,7 @@ function told(result) {
     const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
     return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
   }
+  if ("removed" in result) return cleaned(result).join("\n");
   return JSON.stringify(result, null, 1).replace(/[{}"]/g, "").trim() || "Nothing.";
 }
 
@@ -440,37 +438,50 @@ function ago(seconds) {
   return seconds < 60 ? "now" : seconds < 172800 ? `${duration(seconds)} ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
-// What a clean-up removes and keeps: a sentence, a row for each cache with the rule that decides, and other things.
+// What a clean-up removes: a sentence, and a line for each thing that is no cache; those are rows of a table.
 function cleaned(result) {
   const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
   const some = result.removed.length ? `${result.dry_run ? "This would remove" : "Removed"} ${size(result.bytes_removed)}; ${left}`
     : `Nothing ${result.dry_run ? "would go" : "went"}; ${left}`;
-  const table = element("table", "", "list");
-  const names = ["Cache", "", "Why", "Size", "Last used"];
-  const head = table.createTHead().insertRow();
-  for (const name of names) head.append(element("th", name, ["Size", "Last used"].includes(name) ? "num" : ""));
-  const body = table.createTBody();
-  for (const one of [...result.caches].sort((a, b) => b.removed - a.removed)) {
-    const fate = one.removed ? (result.dry_run ? "would go" : "removed") : "stays";
-    const cells = [element("td", `${one.name}/${one.fingerprint}`), element("td", ""), element("td", one.rule, "words"),
-      element("td", size(one.bytes), "num"), element("td", ago(one.unused_s), "num")];
-    cells[1].append(element("span", fate, one.removed ? "state bad" : "state good"));
-    cells.forEach((cell, at) => { cell.dataset.label = names[at] || "Clean-up"; });
-    body.insertRow().append(...cells);
-    const link = document.querySelector(`a[href="/caches/${one.name}/${one.fingerprint}"]`);
-    if (link && one.removed && !result.dry_run) link.closest("tr").remove();
-  }
   const known = new Set(result.caches.map((one) => `${one.name}/${one.fingerprint}`));
   const rest = result.removed.filter((item) => !known.has(item.path.split("/").slice(-2).join("/")));
-  const lines = rest.map((item) => `${item.path.split("/").slice(-3).join("/")}, ${size(item.bytes)}: ${item.reason}`);
+  return [some, ...rest.map((item) => `${item.path.split("/").slice(-3).join("/")}, ${size(item.bytes)}: ${item.reason}`)];
+}
+
+// A row for each cache, those that go first: its name, what becomes of it, the rule, its size and its last use.
+function cleanRows(result) {
+  const goes = result.dry_run ? "would go" : "removed";
+  return [...result.caches].sort((a, b) => b.removed - a.removed)
+    .map((one) => [`${one.name}/${one.fingerprint}`, one.removed ? goes : "stays", one.rule, size(one.bytes), ago(one.unused_s)]);
+}
+
+function showClean(result, text) {
   const scroll = element("div", "", "scroll");
+  const table = element("table", "", "list");
+  const names = ["Cache", "Clean-up", "Why", "Size", "Last used"];
+  const kinds = ["", "", "words", "num", "num"];
+  const head = table.createTHead().insertRow();
+  names.forEach((name, at) => head.append(element("th", name, kinds[at] === "num" ? "num" : "")));
+  const body = table.createTBody();
+  for (const cells of cleanRows(result)) {
+    const row = body.insertRow();
+    cells.forEach((cell, at) => {
+      const made = element("td", at === 1 ? "" : cell, kinds[at]);
+      if (at === 1) made.append(element("span", cell, cell === "stays" ? "state good" : "state bad"));
+      made.dataset.label = names[at];
+      row.append(made);
+    });
+    const link = document.querySelector(`a[href="/caches/${cells[0]}"]`);
+    if (link && cells[1] === "removed") link.closest("tr").remove();
+  }
   scroll.append(table);
-  return [element("p", some), ...(result.caches.length ? [scroll] : []), ...(lines.length ? [element("p", lines.join("\n"), "lines")] : [])];
+  if (result.caches.length) text.after(scroll);
 }
 
 // Work that was started by an earlier look at this page.
-for (const place of document.querySelectorAll("[data-running]")) {
-  finish({id: place.dataset.running, what: "Running", state: "running", seconds: 0}, place).catch(() => news());
+const running = document.querySelector("[data-running]");
+if (running && running.dataset.running) {
+  finish({id: running.dataset.running, what: "Running", state: "running", seconds: 0}, running).catch(() => news());
 }
 
 // A field that is refused in a folded part of a form would be refused without a word.
