@@ -69,7 +69,7 @@ def test_these_are_the_commands() -> None:
         "data": ["inspect", "stage", "fetch"],
         "job": [
             *("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "files", "download"),
-            *("delete", "login", "datasets", "register", "generate", "forget"),
+            *("delete", "login", "datasets", "register", "generate", "check", "forget"),
         ],
     }
 

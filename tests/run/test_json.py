@@ -137,7 +137,7 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
         RadioSpec(rows=5),
         {
             "rows": 5, "seed": 0, "power_dbm": 37.0, "present_snr_db": 3.0, "least_receivers": 3,
-            "least_snr_db": 5.0, "most_gdop": 150.0,
+            "least_snr_db": 5.0, "most_gdop": 150.0, "name": "",
         },
     ),
     (TRAIN, TRAIN_JSON),

@@ -344,7 +344,7 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
     )
 
     option = query.replace("sslmode=require&", "").partition("=")[0]
-    with pytest.raises(ConfigError, match=f"{option}|pgpass"):
+    with pytest.raises(ConfigError, match=f"{option}|--connection"):
         trusting.register(registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id))
     assert not file.exists()
 

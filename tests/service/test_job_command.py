@@ -151,6 +151,9 @@ def test_data_sets_are_registered_generated_listed_and_forgotten(
     assert generated["job"]["job_type"] == "generation"
     listed = {one["name"]: one["id"] for one in job("datasets", *at)["datasets"]}
     assert {"2026": made["id"], "lab": generated["dataset"]["id"]}.items() <= listed.items()
+    assert str(file) in run("job", "datasets", *at)[0]
+    assert job("check", "2026", *at)["health"] == "good"
+    assert job("check", "2026", "--all", *at)["report"][-1]["status"] == "pass"
     assert job("forget", "2026", "--yes", *at) == {"forgotten": made["id"]}
     assert "2026" not in {one["name"] for one in job("datasets", *at)["datasets"]}
     assert file.exists()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from stoker.service import api, client, models
+from stoker.service import client, models
 from stoker.service.database import DATASETS, JOBS, State
 from stoker.service.jobs import JobQueue, Outcome
 from stoker.service.journal import Line
@@ -109,12 +109,12 @@ def test_every_operation_says_what_it_does_and_how_it_fails(described: dict[str,
 def test_the_names_that_programs_call_stay(described: dict[str, Any]) -> None:
     """Clients that are generated from the document have a function for each: rename none."""
     promised = """
-        create_job list_jobs get_job change_job delete_job cancel_job pause_job resume_job continue_job
-        get_metrics get_metrics_csv get_files get_file get_timeline get_logs plan_job stream_logs
-            stream_job_events stream_events register_dataset list_datasets generate_dataset get_dataset delete_dataset
-        inspect_dataset validate_dataset get_samples list_caches get_cache delete_cache verify_cache
-        compare_caches collect_caches get_operation get_ready get_machine get_audit create_login_code
-        get_health get_machine_timeline get_prometheus
+        create_job list_jobs get_job change_job delete_job cancel_job pause_job resume_job
+        continue_job get_metrics get_metrics_csv get_files get_file get_timeline get_logs plan_job
+        stream_logs stream_job_events stream_events register_dataset list_datasets generate_dataset
+        get_dataset delete_dataset inspect_dataset validate_dataset get_samples list_caches
+        get_cache delete_cache verify_cache compare_caches collect_caches get_operation get_ready
+        get_machine get_audit create_login_code get_health get_machine_timeline get_prometheus
     """
 
     assert sorted(promised.split()) == sorted(one["operationId"] for one in operations(described).values())
@@ -181,7 +181,7 @@ def test_every_body_has_examples(described: dict[str, Any]) -> None:
     [
         (client.JobRow, models.JobOut), (client.JobPage, models.JobList),
         (client.JobDetail, models.JobDetail),
-        (client.DatasetRow, api.DatasetOut), (client.DatasetPage, api.DatasetList),
+        (client.DatasetRow, models.DatasetOut), (client.DatasetPage, models.DatasetList),
     ],
 )  # fmt: skip
 def test_what_the_client_says_of_an_answer_is_in_it(row: Any, model: type[BaseModel]) -> None:

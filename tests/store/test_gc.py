@@ -579,3 +579,41 @@ def test_what_a_failed_overwrite_leaves_does_not_take_the_place_of_a_complete_ca
 
     (left,) = (path.parent for path in tmp_path.glob("x/*/recipe.json"))
     assert len(open_cache(left)) == 16
+
+
+def test_each_cache_is_listed_with_the_rule_that_decides(tmp_path: Path) -> None:
+    paths = make_fingerprints(tmp_path, 3, days=9)  # unused for 12, 11 and 10 days
+    oldest, middle, newest = (path.name for path in paths)
+
+    def decided(keep: int | None = None, **policy: float) -> dict[str, tuple[bool, str]]:
+        limits = GcPolicy(unprotected=True, keep=keep, **policy)  # type: ignore[arg-type]
+        report = collect(tmp_path, limits, dry_run=True)
+        return {one.fingerprint: (one.removed, one.rule) for one in report.caches}
+
+    nothing = decided()
+    assert [*nothing] == sorted(nothing)
+    assert {removed for removed, _ in nothing.values()} == {False}
+    by_age = decided(older_than_s=10.5 * 86400)
+    assert [by_age[one][0] for one in (oldest, middle, newest)] == [True, True, False]
+    assert "12 days" in by_age[oldest][1]
+    assert "10 days" in by_age[newest][1]
+    both = decided(keep=2, older_than_s=86400.0)
+    assert [both[one][0] for one in (oldest, middle, newest)] == [True, False, False]
+    assert "2" in both[middle][1]
+    assert all(removed for removed, _ in decided(max_bytes=1).values())
+    reader = open_cache(paths[0])
+    make_old(paths[0], 12)
+    assert decided(keep=0)[oldest] == (False, "in use: a process has it open")
+    del reader
+
+
+def test_what_is_decided_is_what_is_done(tmp_path: Path) -> None:
+    make_fingerprints(tmp_path, 3)
+
+    said = collect(tmp_path, GcPolicy(keep=1, unprotected=True), dry_run=True)
+    done = collect(tmp_path, GcPolicy(keep=1, unprotected=True))
+
+    fates = [[(one.fingerprint, one.removed, one.rule) for one in report.caches] for report in (said, done)]
+    assert fates[0] == fates[1]
+    for one in done.caches:
+        assert (tmp_path / one.name / one.fingerprint).exists() is not one.removed

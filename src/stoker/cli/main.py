@@ -73,7 +73,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "serve",
         *("job.submit", "job.list", "job.show", "job.logs", "job.cancel", "job.pause", "job.resume"),
         *("job.continue", "job.clone", "job.tag", "job.files", "job.download", "job.delete", "job.login"),
-        *("job.datasets", "job.register", "job.generate", "job.forget"),
+        *("job.datasets", "job.register", "job.generate", "job.check", "job.forget"),
     ),
 }
 """Commands of the core that are in other modules, each imported when one of its commands is used."""

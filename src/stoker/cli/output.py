@@ -529,9 +529,18 @@ def _cleaner(result: CompactReport) -> str:
 
 
 def gc(result: GcReport, console: Console) -> None:
-    """Print each item with its size and reason, then what stays although the policy names it."""
-    _items(console, result.removed, "would be removed" if result.dry_run else "removed")
-    _items(console, result.kept, "kept")
+    """Print what becomes of each cache and by which rule, then other items with their size and reason."""
+    goes = "would be removed" if result.dry_run else "removed"
+    if result.caches:
+        rows = [bold("cache", "size", "last used", "", "why")]
+        for one in sorted(result.caches, key=lambda one: (not one.removed, one.name, one.fingerprint)):
+            ago = "now" if one.unused_s < 60 else f"{format_seconds(one.unused_s)} ago"
+            cells = (f"{one.name}/{one.fingerprint}", format_bytes(one.bytes), ago)
+            rows.append((*map(escape, cells), goes if one.removed else "kept", escape(one.rule)))
+        table(console, rows, fixed=4, right=range(1, 3), gap=2)
+    of_caches = {f"{result.cache_dir}/{one.name}/{one.fingerprint}" for one in result.caches}
+    _items(console, [item for item in result.removed if item.path not in of_caches], goes)
+    _items(console, [item for item in result.kept if item.path not in of_caches], "kept")
     left = format_bytes(result.bytes_left)
     if result.removed:
         freed = format_bytes(result.bytes_removed)

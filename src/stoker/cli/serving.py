@@ -34,7 +34,7 @@ NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 STATE, TOKEN_FILE = "STOKER_STATE_DIR", "STOKER_TOKEN_FILE"
 """Variables of the environment: a command line can be read by everybody on a machine."""
-TEXTS = frozenset({"kind", "name", "path", "url", "set", "table"})
+TEXTS = frozenset({"kind", "name", "path", "connection", "url", "set", "table"})
 """Settings of a data set that are text whatever they look like."""
 TRIES = 4
 """How often a request with a key is sent when the service does not answer; the key makes it one request."""
@@ -73,6 +73,14 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         typer.Option(
             metavar="HOST",
             help="A PostgreSQL server that data sets may name (local: the default socket); may be repeated.",
+        ),
+    ] = None,
+    connection: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="A PostgreSQL database that data sets may name; the file (mode 600) has its URL with the "
+            "password. May be repeated.",
         ),
     ] = None,
     allow_encoder: Annotated[
@@ -121,6 +129,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker serve --root data/pdebench
       stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
+      stoker serve --connection lab=/srv/stoker/lab.url
       stoker serve --executor ray --ray-address http://10.0.0.1:8265 --state-dir /shared/stoker
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -144,6 +153,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         workers=workers,
         roots=tuple(root or ()),
         database_hosts=tuple(database_host or ()),
+        connections=tuple(connection or ()),
         encoders=tuple(allow_encoder or ()),
         hosts=tuple(allow_host or ()),
         public_url=public_url,
@@ -567,6 +577,7 @@ def job_register(
     Example:
       stoker job register kind=hdf5 name=waves path=waves/train.h5
       stoker job register kind=images name=cells path=cells
+      stoker job register kind=radio name=lab connection=lab set=0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
     made = flags.client().register(_settings(words))
     out.show(made, _render_datasets)
@@ -593,6 +604,29 @@ def job_generate(
 
 @cli_command
 @spread_flags
+def job_check(
+    out: CommandOutput,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
+    all: Annotated[
+        bool, typer.Option("--all", help="Read every sample; else some, spread over all.")
+    ] = False,
+    *,
+    flags: ServiceFlags,
+) -> None:
+    """Check the samples of a data set.
+
+    Says which cannot be read, and which values are not finite.
+
+    \b
+    Example:
+      stoker job check waves
+      stoker job check waves --all
+    """
+    out.show(flags.client().dataset(name, check="all" if all else "some"), _render_report)
+
+
+@cli_command
+@spread_flags
 def job_forget(
     out: CommandOutput,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The data set, by name or id.")],
@@ -602,7 +636,7 @@ def job_forget(
 ) -> None:
     """Remove a data set from the list.
 
-    Its files and caches stay.
+    Registered files and rows stay, and caches. Data that the service generated is deleted.
 
     \b
     Example:
@@ -611,7 +645,12 @@ def job_forget(
     client = flags.client()
     found = client.dataset(name)
     if not yes:
-        out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
+        if found["origin"] == "generated":
+            out.confirm(
+                f"Delete data set {found['name']} ({found['id']}) with its data, which was generated?"
+            )
+        else:
+            out.confirm(f"Remove data set {found['name']} ({found['id']}) from the list?")
     client.forget(found["id"])
     out.show({"forgotten": found["id"]}, _render_values)
 
@@ -788,12 +827,24 @@ def _render_datasets(found: Mapping[str, Any], console: Console) -> None:
     if not rows:
         console.print("no data sets yet. `stoker job register` and `stoker job generate` make one")
         return
-    shown = [bold("name", "kind", "samples", "health", "id")]
+    shown = [bold("name", "kind", "samples", "health", "id", "where")]
     for one in rows:
         samples = one["facts"].get("samples")
         count = "-" if samples is None else format_count(samples)
-        shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"]))
+        place = f"connection {one['spec']['connection']}" if "connection" in one["spec"] else ""
+        place = place or one["spec"].get("path") or one["spec"].get("url", "")
+        shown.append((escape(one["name"]), one["kind"], count, one["health"], one["id"], escape(place)))
     table(console, shown, fixed=5, right=range(2, 3), gap=2)
+
+
+def _render_report(found: Mapping[str, Any], console: Console) -> None:
+    """Print the health of a data set and a row for each check."""
+    console.print(escape(f"{found['name']}: {found['health']}"))
+    rows = [
+        (row["status"], escape(row["check"].replace("_", " ")), escape(row["detail"]))
+        for row in found["report"]
+    ]
+    table(console, rows, fixed=2, gap=2)
 
 
 def _render_files(found: Mapping[str, Any], console: Console) -> None:

@@ -21,7 +21,7 @@ import stoker
 from stoker.errors import ConflictError, DegradedError, NotFoundError
 from stoker.schema import Json, digest_json
 from stoker.service import stream
-from stoker.service.background import Operation, Operations
+from stoker.service.background import Operation, Operations, Progress
 from stoker.service.database import ENDED_STATES, WAITING_STATES, State
 from stoker.service.datasets import Dataset, Generation, Registration
 from stoker.service.folders import ResultFile, result_files
@@ -31,9 +31,14 @@ from stoker.service.models import (
     DATASET,
     EVENT,
     FINGERPRINT,
+    GENERATE,
     LOG_EVENT,
     PROMETHEUS,
+    REGISTER,
+    DatasetList,
+    DatasetOut,
     FileOut,
+    GeneratedDataset,
     JobChange,
     JobDetail,
     JobFiles,
@@ -44,10 +49,10 @@ from stoker.service.models import (
     JobRequest,
     MoreEpochs,
     OperationOut,
+    SampleList,
     Wait,
     as_json,
     error_responses,
-    same_fields,
     utc,
 )
 from stoker.service.probes import probe
@@ -105,7 +110,7 @@ ContinueKey = Annotated[
 )
 def create_job(body: JobRequest, services: ServicesDep, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config, datasets = body.config, require_fit(services, body.config)
+    config, (datasets, _) = body.config, require_fit(services, body.config)
     if sum(services.jobs.count(state) for state in WAITING_STATES) >= MOST_WAITING:
         raise ConflictError(
             f"{MOST_WAITING:,} jobs are waiting, which is the limit",
@@ -361,7 +366,7 @@ def plan_job(
 
 def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: float) -> Operation:
     """Plan a job among other operations, and wait for its end up to `wait_s`; errors as `plan_job`."""
-    datasets = require_fit(services, body.config)
+    datasets, password = require_fit(services, body.config)
 
     def work() -> dict[str, Any]:
         return probe(
@@ -369,6 +374,7 @@ def begin_plan(services: Services, body: JobRequest, among: Operations, wait_s: 
             str(datasets[0]["kind"]),
             cast("Mapping[str, Any]", datasets[0]["spec"]),
             timeout_s=PLAN_S,
+            password=password,
             config=body.config.model_dump(mode="json"),
             datasets=datasets,
             caches=str(services.folder.caches),
@@ -461,64 +467,6 @@ DatasetId = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=500)]
 Offset = Annotated[int, Query(ge=0, le=10**9)]
-REGISTER = {
-    "simulations": {"value": {"kind": "hdf5", "name": "burgers", "path": "pdebench/burgers1d_train.h5"}},
-    "images": {"value": {"kind": "images", "name": "cells", "path": "cells"}},
-    "radio rows": {
-        "value": {"kind": "radio", "name": "lab", "url": "postgresql:///lab", "set": DATASET},
-    },
-}
-GENERATE = {
-    "radio rows": {"value": {"kind": "radio", "name": "radio", "rows": 4030}},
-    "simulations": {"value": {"kind": "hdf5", "name": "burgers-64", "trajectories": 64}},
-}
-
-
-class DatasetOut(BaseModel):
-    """The current state of a data set."""
-
-    id: str
-    name: str
-    kind: Literal["radio", "hdf5", "images"]
-    origin: Literal["registered", "generated"]
-    spec: dict[str, Any] = Field(description="Where it is and how it is opened.")
-    facts: dict[str, Any] = Field(description="What was found there: `samples`, and more by kind.")
-    health: str = Field(description="Of the last check: unknown, making, good, doubtful or bad.")
-    report: list[dict[str, Any]] = Field(description="Of that check: check, status and detail, a row each.")
-    created_at: str
-    checked_at: str | None
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> DatasetOut:
-        """Return a data set in the form of the API."""
-        return cls(
-            created_at=utc(dataset.created),
-            checked_at=None if dataset.checked is None else utc(dataset.checked),
-            **same_fields(cls, dataset),
-        )
-
-
-class DatasetList(BaseModel):
-    """A page of data sets, the newest first."""
-
-    datasets: list[DatasetOut]
-    total: int
-    limit: int
-    offset: int
-
-
-class GeneratedDataset(BaseModel):
-    """A data set that is being generated, and the job that does it."""
-
-    dataset: DatasetOut
-    job: JobOut
-
-
-class SampleList(BaseModel):
-    """Some samples in a readable form."""
-
-    dataset_id: str
-    samples: list[dict[str, Any]]
 
 
 @datasets_router.post("/datasets", status_code=201, responses=error_responses(404, 409, 504))
@@ -578,10 +526,42 @@ def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOu
     return DatasetOut.of(services.datasets.checked(dataset_id))
 
 
-@datasets_router.post("/datasets/{dataset_id}/validate", responses=error_responses(404, 504, 507))
-def validate_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
-    """Check a data set for values that are missing, not finite, duplicated or of another shape."""
-    return DatasetOut.of(services.datasets.validate(dataset_id))
+@datasets_router.post(
+    "/datasets/{dataset_id}/validate",
+    response_model=DatasetOut,
+    responses={
+        202: {"model": OperationOut, "description": "Not done yet."},
+        **error_responses(404, 409, 504, 507),
+    },
+)
+def validate_dataset(
+    dataset_id: DatasetId,
+    services: ServicesDep,
+    all: Annotated[bool, Query(description="Read every sample, however long that takes.")] = False,
+    wait_s: Wait = 20.0,
+) -> DatasetOut | Response:
+    """Check a data set: samples that cannot be read, values that are missing or not finite. Some samples are
+    read, spread over all, or with `all` every one: if that takes longer than `wait_s`, as an operation, whose
+    result is the data set."""
+    if not all:
+        return DatasetOut.of(services.datasets.validate(dataset_id))
+    dataset, progress = services.datasets.get(dataset_id), Progress()
+
+    def work() -> dict[str, Any]:
+        found = services.datasets.validate(dataset.id, progress.tell)
+        return DatasetOut.of(found).model_dump(mode="json")
+
+    operation = services.operations.start(
+        checks_all(dataset), work, wait_s=wait_s, raises=True, progress=progress
+    )
+    if operation.result is None:
+        return JSONResponse(OperationOut.of(operation).model_dump(mode="json"), 202)
+    return DatasetOut.model_validate(operation.result)
+
+
+def checks_all(dataset: Dataset) -> str:
+    """Return the name of the operation that reads every sample of a data set."""
+    return f"check every sample of {dataset.name}"
 
 
 @datasets_router.get("/datasets/{dataset_id}/samples", responses=error_responses(404, 504, 507))
@@ -590,10 +570,14 @@ def get_samples(
     services: ServicesDep,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     offset: Offset = 0,
+    pictures: Annotated[
+        bool, Query(description="Add `pictures` of images and fields, as `data:` URLs.")
+    ] = False,
 ) -> SampleList:
-    """Return some samples of a data set."""
+    """Return some samples of a data set: rows, or `values` (range of each field) of files. One that cannot be
+    read has `error`."""
     dataset = services.datasets.get(dataset_id)
-    samples = services.datasets.samples(dataset.id, limit=limit, offset=offset)
+    samples = services.datasets.samples(dataset.id, limit=limit, offset=offset, pictures=pictures)
     return SampleList(dataset_id=dataset.id, samples=samples)
 
 

@@ -152,6 +152,24 @@ class Operation:
     seconds: float = 0.0
     result: dict[str, Json] | None = None
     error: str | None = None
+    done: int | None = None
+    """Parts of the work that are done; None: unknown."""
+    total: int | None = None
+    """Parts in total."""
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far some work is; `tell` may be called in any thread."""
+
+    done: int | None = None
+    total: int | None = None
+    told: float = 0.0
+    """Monotonic time of the last report."""
+
+    def tell(self, done: int, total: int) -> None:
+        """Report it."""
+        self.done, self.total, self.told = done, total, time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +178,7 @@ class _Running:
     done: threading.Event = field(default_factory=threading.Event)
     failure: Exception | None = None
     began: float = field(default_factory=time.monotonic)
+    progress: Progress = field(default_factory=Progress)
 
 
 class Operations:
@@ -173,7 +192,13 @@ class Operations:
         self._pool = Pool(at_once, "stoker-operation")
 
     def start(
-        self, what: str, work: Callable[[], dict[str, Json]], *, wait_s: float = 0.0, raises: bool = False
+        self,
+        what: str,
+        work: Callable[[], dict[str, Json]],
+        *,
+        wait_s: float = 0.0,
+        raises: bool = False,
+        progress: Progress | None = None,
     ) -> Operation:
         """Start work and wait up to `wait_s` for its end; return its state.
 
@@ -183,6 +208,7 @@ class Operations:
             wait_s: How long to wait.
             raises: Raise the error of `work` if it fails within that time. Work that has ended by then is not
                 remembered, since the caller knows its outcome.
+            progress: Where `work` reports how far it is. Its limit of time counts from the last report on.
         Raises:
             ConflictError: The same work is running already, or the limit of operations is reached.
             ResourceError: No thread can be started.
@@ -195,7 +221,7 @@ class Operations:
                 raise ConflictError(
                     f"{len(begun)} operations are running, which is the limit", hint="Wait for one to end"
                 )
-            running = _Running(Operation(id=secrets.token_hex(8), what=what))
+            running = _Running(Operation(id=secrets.token_hex(8), what=what), progress=progress or Progress())
             self._all[running.operation.id] = running
             ended = [name for name, one in self._all.items() if one.done.is_set()]
             for name in ended[: max(0, len(self._all) - KEPT)]:
@@ -213,6 +239,13 @@ class Operations:
             if running.failure is not None:
                 raise running.failure
         return self._look(running)
+
+    def find(self, what: str) -> Operation | None:
+        """Return the operation of that name that runs now, or None."""
+        with self._lock:
+            named = [one for one in self._all.values() if one.operation.what == what]
+        running = next((one for one in named if not one.done.is_set()), None)
+        return None if running is None else self._look(running)
 
     def get(self, id: str) -> Operation:
         """Return the state of one operation.
@@ -254,7 +287,8 @@ class Operations:
         if found.state != "running":
             return found
         seconds = time.monotonic() - running.began
-        if seconds < self._timeout_s:
+        found = replace(found, done=running.progress.done, total=running.progress.total)
+        if time.monotonic() - max(running.began, running.progress.told) < self._timeout_s:
             return replace(found, seconds=seconds)
         stalled = f"not done after {self._timeout_s:,.0f} s. Check whether its storage answers"
         return replace(found, seconds=seconds, state="failed", error=stalled)

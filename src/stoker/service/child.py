@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,11 +82,15 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
+    from stoker.service.connections import use_password, with_urls
     from stoker.service.job_config import check, settings_of
     from stoker.service.security import data_paths
     from stoker.sources.files import confine_sources
 
     config = config_of(job.config)
+    datasets, password = with_urls(cast("Sequence[Mapping[str, Any]]", job.datasets), job.connections)
+    use_password(password)
+    job = replace(job, datasets=datasets)
     confine_sources(data_paths(cast("Mapping[str, Any]", one["spec"]) for one in job.datasets))
     settings = settings_of(config, job.datasets, caches=job.caches, run_dir=str(folder), epochs=job.epochs)
     run = JobRun(folder=folder, job=job, config=config, settings=settings, journal=journal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from stoker.units import format_few
 API = "/api/v1/training"
 TIMEOUT_S = 35.0
 """A little more than the longest time to the start of an answer."""
+POLL_S = 0.5
+"""Seconds between two looks at an operation."""
 SILENCE_S = 60.0
 """A stream without data for this long is dead: the service sends a heartbeat every 15 s."""
 PIECE_BYTES = 1 << 20
@@ -275,9 +278,25 @@ class Client:
         query = urlencode({"limit": limit, "offset": offset})
         return cast("DatasetPage", self._ask("GET", f"/datasets?{query}"))
 
-    def dataset(self, id: str) -> DatasetRow:
-        """Return one data set, by id or name."""
-        return cast("DatasetRow", self._ask("GET", f"/datasets/{quote(id, safe='')}"))
+    def dataset(self, id: str, *, check: Literal["some", "all"] | None = None) -> DatasetRow:
+        """Return one data set.
+
+        Args:
+            id: Its id or name.
+            check: Check it first, by samples spread over it or by every one, which may take long.
+        Raises:
+            ServiceError: The check of all samples failed.
+        """
+        path = f"/datasets/{quote(id, safe='')}"
+        if check is None:
+            return cast("DatasetRow", self._ask("GET", path))
+        found = self._ask("POST", f"{path}/validate{'?all=true' * (check == 'all')}")
+        while found.get("state") == "running":
+            time.sleep(POLL_S)
+            found = self._ask("GET", f"/operations/{found['id']}")
+        if found.get("state") == "failed":
+            raise ServiceError(f"the check of {id} failed: {found['error']}")
+        return cast("DatasetRow", found.get("result") or found)
 
     def register(self, body: Mapping[str, Any]) -> DatasetRow:
         """Register data that exists, as `{"kind": "hdf5", "name": "waves", "path": "waves.h5"}`."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError
-from stoker.plugins import load_extension
 from stoker.schema import Json
+from stoker.service.connections import with_url
 from stoker.service.database import DATASETS, ENDED_STATES, JOBS, WAITING_STATES, Database, State
 from stoker.service.jobs import Job
+from stoker.service.kinds import kind_of
 from stoker.service.security import DataAccess, check_name
 from stoker.sources.sql.query import has_password, parse_database_url, sqlite_url
 
@@ -41,12 +42,21 @@ class RadioRows(_DatasetRequest):
     """Radio rows in a database."""
 
     kind: Literal["radio"]
-    url: Annotated[str, Field(min_length=1, max_length=1000)]
+    connection: Name | None = None
+    """A database that the operator named (`stoker serve --connection`); or give `url`."""
+    url: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """`sqlite:///FILE` below a root, or `postgresql://[USER@]HOST/DATABASE`; without a password."""
     set: uuid.UUID
     """The `dataset_id` of its rows; the registered data set has the same id."""
     table: Annotated[str, Field(min_length=1, max_length=200)] = "measurement_features"
     """The table, or `SCHEMA.TABLE`."""
+
+    @model_validator(mode="after")
+    def _in_one_database(self) -> RadioRows:
+        if (self.connection is None) == (self.url is None):
+            given = "neither connection nor url" if self.url is None else "both connection and url"
+            raise ConfigError(f"{given} is given", hint="Give one: connection=NAME, or url=DATABASE")
+        return self
 
 
 class Simulations(_DatasetRequest):
@@ -72,7 +82,7 @@ class GenerateRadio(_DatasetRequest):
     rows: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4030
     """Accepted measurements."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    """Equal settings give equal rows."""
+    """Equal settings give equal rows; their keys differ by the name."""
     power_dbm: Annotated[float, Field(ge=0, le=80, strict=True)] = 37.0
     """Power of the transmitters."""
     least_receivers: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
@@ -194,11 +204,11 @@ class Datasets:
         spec: dict[str, Any]
         if isinstance(request, RadioRows):
             id = str(request.set)
-            spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
+            spec = {**self._database_of(request), "table": request.table, "set": id}
         else:
             path = str(self._check_path(request.path))  # one id, so one cache, for every way to register it
             id, spec = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{request.kind} {path}")), {"path": path}
-        facts: dict[str, Json] = self._probe("facts", request.kind, spec)
+        facts: dict[str, Json] = self._read("facts", request.kind, spec)
         if facts.pop("named_splits", False):
             spec["named_splits"] = True
         return self._insert(id, request.name, request.kind, "registered", spec, facts, "unknown")
@@ -210,20 +220,9 @@ class Datasets:
             ConflictError: The name, or the same data, exists as something else.
         """
         made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
-        spec: dict[str, Any]
-        if isinstance(request, GenerateRadio):
-            radio = load_extension("service.radio")
-            id = str(radio.RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
-            url = sqlite_url(self._data / "radio.db")
-            spec, count = {"url": url, "table": radio.TABLE, "set": id}, request.rows
-        else:
-            settings = sorted(made_of.items())
-            id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))
-            spec, count = {"path": str(self._data / f"{id}.hdf5")}, request.trajectories
+        id, spec, count = kind_of(request.kind).place(request.name, made_of, self._data)
         facts: dict[str, Json] = {"samples": count}
-        return self._insert(
-            id, request.name, request.kind, "generated", {**spec, "make": made_of}, facts, "making"
-        )
+        return self._insert(id, request.name, request.kind, "generated", spec, facts, "making")
 
     def get(self, id: str) -> Dataset:
         """Return one data set, by its id or its name.
@@ -304,8 +303,13 @@ class Datasets:
         health = "unknown" if dataset.health == "making" else dataset.health
         return self._update(dataset.id, {"facts": facts, "health": health})
 
-    def checked(self, id: str) -> Dataset:
+    def checked(self, id: str, on_progress: Callable[[int, int], None] | None = None) -> Dataset:
         """Return a data set with a current report of its health, without storing it.
+
+        Args:
+            id: Its id or name.
+            on_progress: Read every sample, however long that takes, and call this with how many were read, of
+                how many. None: read some samples for a few seconds.
 
         Raises:
             NotFoundError: The data set does not exist.
@@ -313,26 +317,29 @@ class Datasets:
             PathRefusedError, ConfigError: The current settings do not allow reading it.
         """
         dataset = self.get(id)
-        report: list[dict[str, Json]] = self._look_at("check", dataset)
+        given = {} if on_progress is None else {"everything": True, "on_progress": on_progress}
+        report: list[dict[str, Json]] = self._look_at("check", dataset, **given)
         states = {str(row["status"]) for row in report}
         health = "bad" if "fail" in states else "doubtful" if "warn" in states else "good"
         return replace(dataset, report=report, health=health)
 
-    def validate(self, id: str) -> Dataset:
-        """Return a data set with a new report of its health, stored. Errors as `checked`."""
-        found = self.checked(id)
+    def validate(self, id: str, on_progress: Callable[[int, int], None] | None = None) -> Dataset:
+        """Return a data set with a new report of its health, stored. Arguments and errors as `checked`."""
+        found = self.checked(id, on_progress)
         values = {"report": found.report, "health": found.health, "checked": self._database.wall}
         return self._update(found.id, values)
 
-    def samples(self, id: str, *, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
-        """Return some samples in a readable form.
+    def samples(
+        self, id: str, *, limit: int = 20, offset: int = 0, pictures: bool = False
+    ) -> list[dict[str, Json]]:
+        """Return some samples in a readable form, with small pictures of them if wanted.
 
         Raises:
             NotFoundError: The data set does not exist.
             SourceError, StalledError: The data cannot be read.
             PathRefusedError, ConfigError: The current settings do not allow reading it.
         """
-        return self._look_at("samples", self.get(id), limit=limit, offset=offset)
+        return self._look_at("samples", self.get(id), limit=limit, offset=offset, pictures=pictures)
 
     def delete(self, id: str) -> None:
         """Delete a data set. The data of a generated one is removed, that of a registered one stays.
@@ -355,11 +362,18 @@ class Datasets:
         if dataset.origin == "generated":
             self._probe("remove", dataset.kind, dataset.spec)
 
+    def _database_of(self, request: RadioRows) -> dict[str, str]:
+        if request.connection is not None:
+            self._access.check_connection(request.connection)
+            return {"connection": request.connection}
+        return {"url": self._checked_url(str(request.url))}
+
     def _checked_url(self, url: str) -> str:
         if has_password(url):
             raise ConfigError(
                 "the database's URL has a password, which is not stored here",
-                hint="Put it in ~/.pgpass of the service's user",
+                hint="Put the URL in a file, start the service with --connection NAME=FILE, and give "
+                "connection=NAME",
             )
         address = parse_database_url(url)
         if address.kind == "sqlite":
@@ -369,7 +383,12 @@ class Datasets:
 
     def _look_at(self, what: str, dataset: Dataset, **given: Any) -> Any:
         self.check_access(dataset)
-        return self._probe(what, dataset.kind, dataset.spec, **given)
+        return self._read(what, dataset.kind, dataset.spec, **given)
+
+    def _read(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
+        spec, password = with_url(spec, self._access.connections)
+        secret = {} if password is None else {"password": password}
+        return self._probe(what, kind, spec, **secret, **given)
 
     def _as_allowed(self, dataset: Dataset) -> Dataset:
         """Return the data set, marked `bad` with the reason if it may not be read now."""

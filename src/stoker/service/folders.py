@@ -19,7 +19,7 @@ import json
 import os
 import stat
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -234,6 +234,8 @@ class JobFile:
     """Folder of generated data sets."""
     limits: dict[str, Json]
     """`memory_bytes`, `wall_s`, `grace_s`: to plan with; the worker enforces them."""
+    connections: dict[str, str] = field(default_factory=dict[str, str])
+    """Files of the connections that the data sets name: see `connections.py`."""
     resume: bool = True
 
     def write(self, path: Path) -> None:

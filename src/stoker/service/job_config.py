@@ -8,7 +8,6 @@ lists all fields.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -28,7 +27,7 @@ from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
 from stoker.errors import ConfigError, Problem
-from stoker.plugins import load_extension
+from stoker.service.kinds import IMAGE_SIZE, kind_of
 from stoker.service.security import texts_in
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
@@ -281,7 +280,11 @@ def settings_of(
     """
     kind = check(config, datasets)
     spec: Mapping[str, Any] = datasets[0]["spec"]
-    settings: dict[str, Any] = {**_OF_DATA[kind](config, datasets), **_of_training(config), **config.settings}
+    settings: dict[str, Any] = {
+        **kind_of(kind).settings(config, datasets),
+        **_of_training(config),
+        **config.settings,
+    }
     if spec.get("named_splits"):
         settings.pop("data.splits")
     settings |= {
@@ -343,39 +346,6 @@ NOTHING_ON_DEVICE = 1 << 60
 """Reserved device memory that leaves no space for records."""
 
 
-def _radio(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    spec: Mapping[str, Any] = datasets[0]["spec"]
-    sets = [str(one["spec"]["set"]) for one in datasets]
-    radio = load_extension("service.radio")
-    return {
-        "data.kind": "sql",
-        "data.task": "radio",
-        "data.sql.url": spec["url"],
-        "data.sql.table": spec["table"],
-        "data.sql.key": "recording_session_id",
-        "data.sql.columns": radio.radio_columns(config.max_receivers),
-        "data.sql.where": radio.radio_where(sets, min_snr_db=config.min_snr_db, max_gdop=config.max_gdop),
-    }
-
-
-def _hdf5(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    one = datasets[0]
-    return {"data.task": _task(one), "data.files": one["spec"]["path"]}
-
-
-def _images(_config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    one = datasets[0]
-    return {
-        "data.kind": "images",
-        "data.task": _task(one),
-        "data.root": one["spec"]["path"],
-        "data.images.annotations": "folder",
-        "data.images.size": [*IMAGE_SIZE],
-    }
-
-
-IMAGE_SIZE = (64, 64)
-"""Height and width of images unless `data.images.size` says otherwise."""
 MAX_IMAGE_SIDE = 1024
 """Pixels: a batch of the largest images has to fit in memory with all that a network makes of it."""
 
@@ -400,19 +370,6 @@ def _wrong_images(settings: Mapping[str, Any]) -> Iterator[tuple[str, Problem]]:
                 "Expected stretch or letterbox",
             ),
         )
-
-
-_OF_DATA = {"radio": _radio, "hdf5": _hdf5, "images": _images}
-
-
-def _task(dataset: Mapping[str, Any]) -> str:
-    """Return the name of the caches: the data's file or folder, reduced to ASCII letters, and its id.
-
-    The name of the data set is not part of it, so that the same data under another name is not encoded again.
-    """
-    stem, id = PurePath(dataset["spec"]["path"]).stem, str(dataset["id"])
-    plain = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in stem)
-    return f"{'generated' if stem == id else plain[:40].strip('_-') or 'data'}-{id[:8]}"
 
 
 def _wrong_fields(config: JobConfig, kind: str) -> Iterator[tuple[str, Problem]]:

@@ -37,6 +37,7 @@ from stoker.units import format_few
 
 if TYPE_CHECKING:
     from stoker.service.background import Operation
+    from stoker.service.datasets import Dataset
     from stoker.service.jobs import Job
 
 
@@ -195,6 +196,53 @@ class JobLog(BaseModel):
     truncated: bool = Field(description="There are earlier lines.")
 
 
+class DatasetOut(BaseModel):
+    """The current state of a data set."""
+
+    id: str
+    name: str
+    kind: Literal["radio", "hdf5", "images"]
+    origin: Literal["registered", "generated"]
+    spec: dict[str, Any] = Field(description="Where it is and how it is opened.")
+    facts: dict[str, Any] = Field(description="What was found there: `samples`, and more by kind.")
+    health: str = Field(description="Of the last check: unknown, making, good, doubtful or bad.")
+    report: list[dict[str, Any]] = Field(description="Of that check: check, status and detail, a row each.")
+    created_at: str
+    checked_at: str | None
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> DatasetOut:
+        """Return a data set in the form of the API."""
+        return cls(
+            created_at=utc(dataset.created),
+            checked_at=None if dataset.checked is None else utc(dataset.checked),
+            **same_fields(cls, dataset),
+        )
+
+
+class DatasetList(BaseModel):
+    """A page of data sets, the newest first."""
+
+    datasets: list[DatasetOut]
+    total: int
+    limit: int
+    offset: int
+
+
+class GeneratedDataset(BaseModel):
+    """A data set that is being generated, and the job that does it."""
+
+    dataset: DatasetOut
+    job: JobOut
+
+
+class SampleList(BaseModel):
+    """Some samples in a readable form."""
+
+    dataset_id: str
+    samples: list[dict[str, Any]]
+
+
 class OperationOut(BaseModel):
     """Work that may take longer than its request."""
 
@@ -204,6 +252,8 @@ class OperationOut(BaseModel):
     seconds: float
     result: dict[str, Any] | None
     error: str | None
+    done: int | None = Field(description="Parts that are done, as samples that were read; null: unknown.")
+    total: int | None = Field(description="Of so many.")
 
     @classmethod
     def of(cls, operation: Operation) -> OperationOut:
@@ -227,6 +277,17 @@ def utc(seconds: float) -> str:
 DATASET = "6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
 JOB = "0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b"
 FINGERPRINT = "3fa9c1d2e4b7a810"
+REGISTER = {
+    "simulations": {"value": {"kind": "hdf5", "name": "burgers", "path": "pdebench/burgers1d_train.h5"}},
+    "images": {"value": {"kind": "images", "name": "cells", "path": "cells"}},
+    "radio rows": {
+        "value": {"kind": "radio", "name": "lab", "url": "postgresql:///lab", "set": DATASET},
+    },
+}
+GENERATE = {
+    "radio rows": {"value": {"kind": "radio", "name": "radio", "rows": 4030}},
+    "simulations": {"value": {"kind": "hdf5", "name": "burgers-64", "trajectories": 64}},
+}
 EVENT = f'id: 1208\nevent: metrics\ndata: {{"job_id": "{JOB}", "at": 1772366460.0, "epoch": 42}}\n\n'
 LOG_EVENT = 'id: 4181\nevent: log\ndata: {"lines": ["epoch 43 of 100: loss 0.409"]}\n\n'
 PROMETHEUS = (

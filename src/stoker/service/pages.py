@@ -27,17 +27,20 @@ import stoker
 from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import stream
 from stoker.service.api import (
+    CacheRow,
     DatasetId,
     Id,
     Name,
     Print,
     begin_plan,
+    checks_all,
     get_files,
     inspect_cache,
     list_caches,
     why,
 )
 from stoker.service.database import WAITING_STATES
+from stoker.service.datasets import Dataset
 from stoker.service.jobs import Job
 from stoker.service.listing import SORT_LABELS
 from stoker.service.models import FileOut, JobRequest, error_body, status_of
@@ -59,11 +62,13 @@ from stoker.service.views import (
     filter_of,
     flat,
     form_fields,
+    histograms,
     is_live,
     left_s,
     list_link,
     outcomes,
     query_of,
+    read_by_check,
     run_of,
     settings_fields,
     similar_job,
@@ -221,6 +226,8 @@ POINTS_COMPARED = 1000
 """Epochs that a page draws of each job that it compares."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
+ROWS_DRAWN = 100
+"""Rows of a database in the histograms of the page."""
 PLAN_WAIT_S = 20.0
 """Timeout of the plan on the page of a new job."""
 ACTIVITY_SHOWN = 100
@@ -424,7 +431,7 @@ def show_datasets(request: Request, services: ServicesDep, number: PageNumber = 
     events = services.outbox.newest()
     return page(
         request, "datasets.html", title="Data sets", events=events, roots=str(services.roots),
-        **_datasets(services, number),
+        connections=[*services.access.connections], **_datasets(services, number),
     )  # fmt: skip
 
 
@@ -438,23 +445,41 @@ def part_datasets(request: Request, services: ServicesDep, number: PageNumber = 
 def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
     """Return one data set: figures, health, and which jobs use it."""
     dataset = services.datasets.get(dataset_id)
-    users = [
-        job for job in services.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}
-    ]
+    events = services.outbox.newest()
     return page(
-        request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
-        figures=figures(dataset.facts), spec=flat(dataset.spec),
+        request, "dataset.html", title=dataset.name, dataset=dataset, users=_jobs_on(services, dataset),
+        events=events, maker=_maker(services, dataset), caches=_caches_of(services, dataset), now=time.time(),
+        figures=figures(dataset.facts),
+        checking=services.operations.find(checks_all(dataset)), read=read_by_check(dataset.report),
+        spec=flat(dataset.spec),
     )  # fmt: skip
+
+
+@router.get("/parts/datasets/{dataset_id}/making")
+def part_making(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
+    """Return how far the job is that generates a data set. The page reloads once that has ended."""
+    dataset = services.datasets.get(dataset_id)
+    response = page(request, "parts/making.html", maker=_maker(services, dataset), dataset=dataset)
+    if dataset.health != "making":
+        response.headers["HX-Refresh"] = "true"
+    return response
 
 
 @router.get("/parts/datasets/{dataset_id}/samples")
 def part_samples(request: Request, services: ServicesDep, dataset_id: DatasetId) -> Response:
     """Return some samples of a data set, or why they cannot be read."""
+    dataset = services.datasets.get(dataset_id)
+    is_table = dataset.kind == "radio"
+    limit = ROWS_DRAWN if is_table else SAMPLES_SHOWN
     try:
-        found, fact, hint = services.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), "", ""
+        found, fact, hint = services.datasets.samples(dataset.id, limit=limit, pictures=True), "", ""
     except (SourceError, StalledError, ResourceError) as error:
         found, fact, hint = [], error.fact, error.hint
-    return page(request, "parts/samples.html", samples=found, fact=fact, hint=hint)
+    return page(
+        request, "parts/samples.html", samples=found[:SAMPLES_SHOWN], fact=fact, hint=hint,
+        drawn=len(found), histograms=histograms(found) if is_table else [], is_table=is_table,
+        total=dataset.facts.get("samples"),
+    )  # fmt: skip
 
 
 @router.get("/caches")
@@ -482,10 +507,11 @@ def show_cache(
         one for one in list_caches(services).caches if one.name == name and one.fingerprint != fingerprint
     ]
     differences = why(name, fingerprint, services, other) if other or others else None
+    users = _users(services, fingerprint)
     return page(
         request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
         detail=detail, recipe=flat(recipe), others=others, differences=differences, other=other,
-        users=_users(services, fingerprint),
+        users=users, datasets=_datasets_of(services, users),
     )  # fmt: skip
 
 
@@ -588,16 +614,46 @@ def _log(services: Services, id: str) -> dict[str, Any]:
     return {"lines": lines, "cut": cut}
 
 
-def _users(services: Services, fingerprint: str) -> list[Any]:
+def _jobs_on(services: Services, dataset: Dataset) -> list[Job]:
+    """Return the newest jobs that name a data set."""
+    names = {dataset.id, dataset.name}
+    return [job for job in services.jobs.list(limit=USERS) if names & {*job.dataset_ids}]
+
+
+def _maker(services: Services, dataset: Dataset) -> Job | None:
+    """Return the job that generates a data set; None if it is not being generated, or the job is gone."""
+    if dataset.health != "making":
+        return None
+    return next((job for job in _jobs_on(services, dataset) if job.kind == "generation"), None)
+
+
+def _users(services: Services, fingerprint: str) -> list[Job]:
     """Return the newest jobs that train on a cache."""
     found = services.jobs.list(limit=USERS)
-    started = services.outbox.newest_of("started", [job.id for job in found])
+    caches = _caches_by_job(services, found)
+    return [job for job in found if any(print == fingerprint for _, print in caches[job.id])]
 
-    def used(id: str) -> bool:
-        caches: Any = (started[id].data.get("caches") if id in started else None) or ()
-        return any(cache["fingerprint"] == fingerprint for cache in caches)
 
-    return [job for job in found if used(job.id)]
+def _caches_by_job(services: Services, jobs: Sequence[Job]) -> dict[str, list[tuple[str, str]]]:
+    """Return names and fingerprints of the caches that each job trains on; empty before it has begun to."""
+    started = services.outbox.newest_of("started", [job.id for job in jobs])
+    told: dict[str, Any] = {id: event.data.get("caches") or () for id, event in started.items()}
+    return {job.id: [(one["name"], one["fingerprint"]) for one in told.get(job.id, ())] for job in jobs}
+
+
+def _caches_of(services: Services, dataset: Dataset) -> list[CacheRow]:
+    """Return the caches that jobs on a data set train on, if they still exist."""
+    by_job = _caches_by_job(services, _jobs_on(services, dataset))
+    used = {one for caches in by_job.values() for one in caches}
+    return (
+        [row for row in list_caches(services).caches if (row.name, row.fingerprint) in used] if used else []
+    )
+
+
+def _datasets_of(services: Services, jobs: Sequence[Job]) -> list[Dataset]:
+    """Return the registered data sets that jobs name."""
+    named = {id for job in jobs for id in job.dataset_ids}
+    return [one for one in services.datasets.list(limit=500) if one.id in named] if named else []
 
 
 def _machine(services: Services) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,34 +13,28 @@ from typing import Any, cast
 import torch
 
 from stoker.config import Config
-from stoker.errors import ConfigError, IncompleteError, ResourceError, SourceError, StalledError
+from stoker.errors import ConfigError, IncompleteError, ResourceError, SourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.plugins import load_extension
 from stoker.precompute.progress import Snapshot, line
 from stoker.run.context import Run, settings_digest, work_digest, write_diary
-from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.run.fitting import (
     Classification,
     ImageClassifier,
     Learner,
     fit,
-    one_thread,
     save_model,
 )
 from stoker.run.loaders import loader_arguments
 from stoker.run.precompute import CacheResult, fill_caches
 from stoker.run.train import PreparedCaches, prepare, train_prepared, watch_gpu
-from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.folders import JobFile
 from stoker.service.job_config import JobConfig, splits_of
 from stoker.service.journal import Journal
-from stoker.service.probes import RadioSet
+from stoker.service.kinds import kind_of
 from stoker.service.timeline import StallSums
 from stoker.sources.protocol import Source
-from stoker.sources.sql.query import parse_database_url
-from stoker.sources.sql.source import SQLSource
 from stoker.train.config import TrainConfig
 from stoker.train.run import lock_run_folder
 from stoker.train.state import checkpoint_to_resume, newest_checkpoint
@@ -345,36 +337,6 @@ class EncodingProgress:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Train on radio rows: where a transmitter is, and how sure that is.
-
-
-def train_rows(run: JobRun) -> dict[str, Any]:
-    """Train; return the results of the job, by name."""
-    with one_thread():
-        return train_records(
-            run, _rows_learner, architecture="triangulation", figures=("rmse_m", "p50_m", "p68_m", "p95_m")
-        )
-
-
-def _rows_learner(run: JobRun, caches: Sequence[CacheResult]) -> tuple[Learner, Facts, Facts]:
-    radio = load_extension("service.radio")
-    source = source_of(caches[0])
-    if not isinstance(source, SQLSource):
-        raise SourceError(f"{caches[0].name} is not made of the rows of a database")
-    model = radio.TriangulationModel(dropout=run.config.dropout_rate)
-    model.set_statistics(source.statistics)
-    told = {"dropped": _dropped(run, caches), "database": source.where_it_is}
-    return radio.Triangulation(model), {"statistics": dict(source.statistics)}, told
-
-
-def _dropped(run: JobRun, caches: Sequence[CacheResult]) -> int:
-    """Return how many rows of the data sets `min_snr_db` and `max_gdop` leave out."""
-    datasets = cast("Sequence[Mapping[str, Any]]", run.job.datasets)
-    there = sum(RadioSet.of(one["spec"]).rows() for one in datasets)
-    return max(0, there - sum(one.count for one in caches))
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Train on images in a folder for each class.
 
 
@@ -446,10 +408,6 @@ def _prepare_resume(run: JobRun, whole: Run, prepared: PreparedCaches) -> None:
 # Generate a data set: completely or not at all, even if the process is killed.
 
 
-WAIT_S = 3600.0
-"""Timeout of waiting for another job that writes to the same database."""
-
-
 def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
     """Generate the data set of a job; return the results of the job, by name.
 
@@ -463,38 +421,10 @@ def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
     dataset = datasets[0]
     spec: Mapping[str, Any] = dataset["spec"]
     journal.tell("started", {"message": f"makes {dataset['name']}"})
-    made = _radio(spec, journal) if dataset["kind"] == "radio" else _burgers(spec)
+    made = kind_of(str(dataset["kind"])).generate(spec, journal)
     return {"epoch": job.epochs, "message": f"{dataset['name']} is there", "made": made}
-
-
-def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
-    radio = load_extension("service.radio")
-    wanted, path = radio.RadioSpec(**spec["make"]), Path(parse_database_url(str(spec["url"])).target)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with lock_folder(path.parent, "generate") as free:
-        if not free:
-            journal.tell("progress", {"message": f"waits for {lock_holder(path.parent, 'generate')}"})
-    with lock_folder(path.parent, "generate", timeout_s=WAIT_S) as free:
-        if not free:
-            raise StalledError(
-                f"{path} was locked by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s",
-                hint="See its job",
-            )
-        with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA journal_mode=WAL")  # jobs read while other sets are written
-        journal.tell("progress", {"message": f"makes {format_count(wanted.rows)} rows"})
-        return radio.write_radio(path, wanted)
-
-
-def _burgers(spec: Mapping[str, Any]) -> bool:
-    path = Path(str(spec["path"]))
-    if path.is_file():  # the file appears complete or not at all
-        return False
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_burgers(path, BurgersSpec(**spec["make"]))
-    return True
 
 
 def train(run: JobRun, kind: str) -> dict[str, Any]:
     """Train on data of a kind; return the results of the job, by name."""
-    return {"radio": train_rows, "images": train_images, "hdf5": train_operator}[kind](run)
+    return kind_of(kind).train(run)

@@ -28,7 +28,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
@@ -614,6 +614,8 @@ class DataAccess:
     """Absolute folders, as given and with links resolved."""
     servers: tuple[str, ...] = ()
     """PostgreSQL servers: host names, folders of sockets, or `local` for the default socket."""
+    connections: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Files of the connections that the operator named, by name: see `connections.py`."""
     encoders: tuple[str, ...] = ()
     """Encoders that jobs may name, as `package.module:Class`: a job runs the code of its encoder."""
 
@@ -624,9 +626,12 @@ class DataAccess:
             spec: Of a data set, see `Dataset.spec`; generated data may always be read.
         Raises:
             PathRefusedError: It is outside the roots.
-            ConfigError: It is on a server that was not allowed.
+            ConfigError: It is on a server that was not allowed, or names a connection that was not given.
         """
         if "make" in spec:
+            return
+        if "connection" in spec:
+            self.check_connection(str(spec["connection"]))
             return
         path = str(spec.get("path", ""))
         if "url" in spec:
@@ -679,6 +684,19 @@ class DataAccess:
         except StokerError as error:
             return str(error)
         return None
+
+    def check_connection(self, name: str) -> None:
+        """Refuse a connection that the operator did not name.
+
+        Raises:
+            ConfigError: It is unknown.
+        """
+        if name not in self.connections:
+            known = ", ".join(self.connections) or "none"
+            raise ConfigError(
+                f"connection {name!r} is unknown; the operator named: {known}",
+                hint=f"Start the service with --connection {name}=FILE",
+            )
 
     def check_server(self, url: str) -> None:
         """Refuse a server that the operator did not allow, and options that reach files or change sessions.

@@ -286,6 +286,8 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     database_hosts: tuple[str, ...] = ()
     """PostgreSQL servers that data sets may name."""
+    connections: tuple[str, ...] = ()
+    """Databases that data sets may name, as `NAME=FILE`."""
     encoders: tuple[str, ...] = ()
     """Encoders that jobs may name, as `package.module:Class`."""
     hosts: tuple[str, ...] = ()
@@ -348,6 +350,7 @@ def serve(
         database=settings.database,
         roots=settings.roots,
         database_hosts=settings.database_hosts,
+        connections=settings.connections,
         encoders=settings.encoders,
         hosts=settings.hosts,
         public_url=settings.public_url,

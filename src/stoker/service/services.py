@@ -26,6 +26,7 @@ from stoker.plan.resources import probe as probe_machine
 from stoker.runtime.threads import Pool
 from stoker.service.audit import AuditLog
 from stoker.service.background import CachedValue, Operations
+from stoker.service.connections import parse_connections, with_urls
 from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets, describe
 from stoker.service.folders import DiskRoom, StateFolder, prepare_state_dir
@@ -38,7 +39,6 @@ from stoker.service.supervisor import WorkerSupervisor
 from stoker.service.webhooks import Webhooks
 
 if TYPE_CHECKING:
-    from stoker.schema import Json
     from stoker.service.database import State
 
 
@@ -317,11 +317,13 @@ class FewProbes:
         self._free = threading.BoundedSemaphore(PROBES)
 
     def probe(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
-        """Return what `probes.probe` returns.
+        """Return what `probes.probe` returns. One that reports its progress is an operation, limited as such.
 
         Raises:
             ResourceError: Too many are being read.
         """
+        if "on_progress" in given:
+            return probe(what, kind, spec, **given)
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
                 f"{PROBES} data sets are being read, which is the limit", hint="Try again in a while"
@@ -379,6 +381,7 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
     database: str | None = None,
     roots: Sequence[Path] = (),
     database_hosts: Sequence[str] = (),
+    connections: Sequence[str] = (),
     encoders: Sequence[str] = (),
     hosts: Collection[str] = (),
     public_url: str | None = None,
@@ -389,6 +392,7 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, in addition to `data` in the state folder.
         database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
+        connections: Databases that data sets may name, as `NAME=FILE`; see `connections.py`.
         encoders: Encoders that jobs may name, as `package.module:Class`.
         hosts: Host names of the service, in addition to those of the loopback.
         public_url: URL for browsers, as `https://NAME`, of a proxy with TLS.
@@ -401,7 +405,12 @@ def open_services(  # noqa: PLR0913 - settings of an operator, each by name
     opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     known = Roots([folder.data, *roots])
-    access = DataAccess(roots=known.places, servers=tuple(database_hosts), encoders=tuple(encoders))
+    access = DataAccess(
+        roots=known.places,
+        servers=tuple(database_hosts),
+        connections=parse_connections(connections),
+        encoders=tuple(encoders),
+    )
     jobs = Jobs(opened)
     return Services(
         folder=folder,
@@ -451,8 +460,8 @@ async def _injected(connection: HTTPConnection) -> Services:
 ServicesDep = Annotated[Services, Depends(_injected)]
 
 
-def require_fit(services: Services, config: JobConfig) -> list[dict[str, Json]]:
-    """Return the data sets that a configuration names, if both fit each other.
+def require_fit(services: Services, config: JobConfig) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the data sets that a configuration names, and the password of their database, if all fit.
 
     Raises:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
@@ -474,8 +483,9 @@ def require_fit(services: Services, config: JobConfig) -> list[dict[str, Json]]:
         raise JobFieldError.of_fields([("settings.encoder.target", error.problem)]) from None
     for one in services.datasets.resolve(config.dataset_ids):
         services.datasets.check_access(one)
+    opened, password = with_urls(found, services.access.connections)
     folder = services.folder
     settings_of(
-        config, found, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
+        config, opened, caches=str(folder.caches), run_dir=str(folder.path / "plan"), epochs=config.epochs
     )
-    return found
+    return opened, password

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,7 +16,6 @@ from stoker.errors import NotFoundError
 from stoker.service.database import ENDED_STATES, HELD_STATES, WAITING_STATES, Event, State
 from stoker.service.datasets import Dataset
 from stoker.service.job_config import (
-    IMAGE_SIZE,
     MAX_IMAGE_SIDE,
     SETTINGS,
     UNUSED_FIELDS,
@@ -22,6 +23,7 @@ from stoker.service.job_config import (
     JobConfig,
 )
 from stoker.service.jobs import KINDS, Job
+from stoker.service.kinds import IMAGE_SIZE, READ
 from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
 from stoker.service.services import Services
@@ -424,6 +426,49 @@ def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name.replace("_", " "), _figure(value)) for name, value in rest.items()] + [*shapes.items()]
 
 
+def read_by_check(report: Sequence[Mapping[str, Any]]) -> str:
+    """Return which samples a check has read, in words; empty if the report does not say."""
+    return next((f"{row['detail']} read" for row in report if row["check"] == READ), "")
+
+
+HISTOGRAM_BINS = 12
+
+
+def histograms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a histogram for each column of numbers: bars in a box of 120 by 32, and the same in words.
+
+    >>> (one,) = histograms([{"snr": 1.0, "name": "a"}, {"snr": 2.0, "name": "b"}, {"snr": 2.0, "name": "c"}])
+    >>> one["name"], one["text"], [bar["height"] for bar in one["bars"]]
+    ('snr', '1 to 2, median 2', [16.0, 32.0])
+    """
+    found: list[dict[str, Any]] = []
+    for name in rows[0] if rows else ():
+        values = sorted(
+            float(row[name])
+            for row in rows
+            if isinstance(row[name], int | float)
+            and not isinstance(row[name], bool)
+            and math.isfinite(row[name])
+        )
+        if len(values) < 2 or values[0] == values[-1]:
+            continue
+        width = (values[-1] - values[0]) / HISTOGRAM_BINS
+        counts = Counter(min(int((value - values[0]) / width), HISTOGRAM_BINS - 1) for value in values)
+        most = max(counts.values())
+        bars = [
+            {
+                "x": at * 120 / HISTOGRAM_BINS,
+                "width": 120 / HISTOGRAM_BINS - 1,
+                "y": 32 - 32 * count / most,
+                "height": 32 * count / most,
+            }
+            for at, count in sorted(counts.items())
+        ]
+        text = f"{number(values[0])} to {number(values[-1])}, median {number(values[len(values) // 2])}"
+        found.append({"name": name, "text": text, "bars": bars, "rows": len(values)})
+    return found
+
+
 def _figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_of(value)
@@ -595,12 +640,28 @@ def roughly_ago(seconds: float) -> str:
     return ago(seconds)
 
 
+def field_text(value: Any) -> str:
+    """Return a field of a sample as text: a number, or shape, dtype and range of an array.
+
+    >>> field_text({"shape": [2, 3], "dtype": "float32", "min": 0.0, "max": 1.0, "mean": 0.5})
+    '2 × 3 float32, 0 to 1, mean 0.5'
+    """
+    if not isinstance(value, dict):
+        return number(value) if isinstance(value, float) else text_of(value)
+    field = cast("dict[str, Any]", value)
+    text = f"{' × '.join(map(str, field['shape']))} {field['dtype']}"
+    if "min" in field:
+        text += f", {number(field['min'])} to {number(field['max'])}, mean {number(field['mean'])}"
+    return text + (f", {field['not_finite']:,} not finite" if "not_finite" in field else "")
+
+
 FILTERS: dict[str, Any] = {
     "ago": ago,
     "roughly_ago": roughly_ago,
     "utc": utc,
     "bytes": format_bytes,
     "count": format_count,
+    "field": field_text,
     "number": number,
     "percent": format_percent,
     "seconds": format_seconds,

@@ -10,12 +10,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
@@ -437,12 +437,19 @@ class JobWorker:
             dataset_ids=job.dataset_ids,
             caches=str(self._folders.caches),
             data=str(self._folders.data),
+            connections=_connections(datasets, self.settings.access.connections),
             limits={
                 "memory_bytes": limits.memory_bytes,
                 "wall_s": limits.wall_s,
                 "grace_s": limits.grace_s,
             },
         )
+
+
+def _connections(datasets: list[dict[str, Json]], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the connections that data sets name, of those that the operator named."""
+    specs = (cast("Mapping[str, Any]", one["spec"]) for one in datasets)
+    return {str(one["connection"]): known[str(one["connection"])] for one in specs if "connection" in one}
 
 
 def _being_made(job: Job, datasets: list[dict[str, Json]]) -> str:

@@ -58,6 +58,7 @@ from stoker.store.storage import (
     Storage,
     UsageLock,
     exclusive_use,
+    has_locks,
     idle_seconds,
     open_storage,
     preserve_times,
@@ -72,7 +73,8 @@ GONE = ".gone-"
 """Prefix of what is being removed."""
 GONE_FOLDER = re.compile(rf"{re.escape(GONE)}{FINGERPRINT.pattern}-[0-9a-f]+")
 WEIGHTS_NAME = re.compile(rf"({re.escape(GONE)})?[0-9a-f]{{16,64}}\.safetensors")
-TWO_DAYS_S = 2 * 86400.0
+DAY_S = 86400.0
+TWO_DAYS_S = 2 * DAY_S
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -110,13 +112,16 @@ class ScannedFolder:
     @property
     def unused_text(self) -> str:
         """Time since its last use."""
-        long = self.unused_s >= TWO_DAYS_S
-        return f"{self.unused_s / 86400:.0f} days" if long else format_seconds(self.unused_s)
+        return _long(self.unused_s)
 
     def live_claims(self) -> list[str]:
         """Return the purposes of the locks that a process holds now."""
         names = [name for name in sorted(self.files) if name.startswith(FOLDER_LOCK)]
         return [name.removeprefix(FOLDER_LOCK) for name in names if _is_held(self.path / name)]
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds / DAY_S:.0f} days" if seconds >= TWO_DAYS_S else format_seconds(seconds)
 
 
 def scan(cache_dir: Path) -> list[ScannedFolder]:
@@ -394,7 +399,6 @@ REASONS = {
 }
 """Why what was superseded may go, by kind."""
 log = logging.getLogger("stoker")
-DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,17 +436,35 @@ class GcItem:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcCache:
+    """One cache, and what the clean-up decides about it."""
+
+    name: str
+    fingerprint: str
+    bytes: int
+    unused_s: float
+    """Seconds since its last use, before the clean-up."""
+    removed: bool
+    """It went, or would go; else it stays."""
+    rule: str
+    """The rule that decides that, in words."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GcReport(JsonResult):
     """Things that went, or would go, and things that stayed in spite of the policy."""
 
     json_keys = (
-        "cache_dir", "dry_run", "removed", "kept", "bytes_before", "bytes_removed", "bytes_left", "unseen"
+        "cache_dir", "dry_run", "caches", "removed", "kept", "bytes_before", "bytes_removed", "bytes_left",
+        "unseen",
     )  # fmt: skip
     cache_dir: str
     dry_run: bool
     removed: list[GcItem] = field(default_factory=list[GcItem])
     kept: list[GcItem] = field(default_factory=list[GcItem])
+    caches: list[GcCache] = field(default_factory=list[GcCache])
+    """All caches of the folder, with the rule that removes or keeps each; none for copies of a URL."""
     bytes_before: int = 0
     unseen: str = ""
     """What was left alone because it was not asked for, and how to ask; empty if there is nothing to say."""
@@ -542,6 +564,9 @@ class _Collection:
         sizes = {folder.inodes[n]: size for folder in self._folders for n, size in folder.files.items()}
         self._weights = weights_in(cache_dir)
         self._report.bytes_before = sum(sizes.values()) + sum(self._weights.values())
+        self._verdicts: dict[Path, GcCache] = {}
+        for folder in self._folders:
+            self._decide(folder, "behind a symbolic link" if folder.linked else "no limit was given")
 
     def run(self) -> GcReport:
         policy = self._policy
@@ -554,7 +579,20 @@ class _Collection:
         self._orphans()
         if policy.max_bytes is not None:
             self._fingerprints(self._by_size)
+        self._report.caches = [self._verdicts[path] for path in sorted(self._verdicts)]
         return self._report
+
+    def _decide(self, folder: ScannedFolder, rule: str, *, removed: bool = False) -> None:
+        known = self._verdicts.get(folder.path)
+        size = folder.bytes if known is None else known.bytes
+        self._verdicts[folder.path] = GcCache(
+            name=folder.name,
+            fingerprint=folder.path.name,
+            bytes=size,
+            unused_s=folder.unused_s,
+            removed=removed,
+            rule=rule,
+        )
 
     def remove_one(self, path: Path) -> GcReport:
         """Remove one unused folder, and the weights that only it needed."""
@@ -582,7 +620,9 @@ class _Collection:
         for folder in self._own():
             if never_begun(folder) and folder.unused_s > DAY_S:
                 self._folders.remove(folder)
-                self._note("leftover", folder.path, folder.bytes, "a kill came before its recipe was written")
+                why = "a kill came before its recipe was written"
+                self._decide(folder, why, removed=True)
+                self._note("leftover", folder.path, folder.bytes, why)
                 if not self._dry_run:
                     remove_never_begun(folder)
 
@@ -614,8 +654,12 @@ class _Collection:
         ranked = _ranked(self._folders)
         for folder in sorted(self._own(), key=lambda folder: -folder.unused_s):
             place = ranked[folder.name].index(folder)
-            reason = select(folder, place)
-            if reason is None or (self._policy.keep is not None and place < self._policy.keep):
+            reason, keep = select(folder, place), self._policy.keep
+            if reason is None:
+                continue
+            if keep is not None and place < keep:
+                last = f"the last {keep} used" if keep > 1 else "the last one used"
+                self._decide(folder, f"{last} of its name (complete ones first)")
                 continue
             why = None if self._policy.force else self._protected(folder, ranked[folder.name])
             if why is None and not self._dry_run:
@@ -623,20 +667,28 @@ class _Collection:
             if why is None:
                 size = sum(self._take(folder, name) for name in [*folder.files])
                 self._note("fingerprint", folder.path, size, reason)
+                self._decide(folder, reason, removed=True)
                 self._folders.remove(folder)
                 self._orphans()  # its weights count as well, before another one goes for its size
             else:
+                self._decide(folder, why)
                 self._keep("fingerprint", folder.path, folder.bytes, why)
 
     def _by_age(self, folder: ScannedFolder, place: int) -> str | None:
         limit_s, keep = self._policy.older_than_s, self._policy.keep
         if limit_s is not None:
-            return f"unused for {folder.unused_text}" if folder.unused_s > limit_s else None
+            if folder.unused_s > limit_s:
+                return f"unused for {folder.unused_text}"
+            self._decide(folder, f"used {folder.unused_text} ago, and the limit is {_long(limit_s)}")
+            return None
         return None if keep is None else f"number {place + 1} of its name (complete ones first), {keep} stay"
 
-    def _by_size(self, _folder: ScannedFolder, _place: int) -> str | None:
+    def _by_size(self, folder: ScannedFolder, _place: int) -> str | None:
         limit, size = self._policy.max_bytes, self._report.bytes_left
-        if limit is None or size <= limit:
+        if limit is None:
+            return None
+        if size <= limit:
+            self._decide(folder, f"all that is left has {format_bytes(size)}, at most {format_bytes(limit)}")
             return None
         return f"least recently used; {format_bytes(size)} are more than {format_bytes(limit)}"
 
@@ -659,7 +711,13 @@ class _Collection:
         if self._policy.force:
             return None
         with exclusive_use(folder.path) as is_unused:
-            return None if is_unused else "in use: a process has it open, or its file system has no locks"
+            if is_unused:
+                return None
+        if has_locks(folder.path):
+            return "in use: a process has it open"
+        return (
+            "its file system has no locks, so a process may have it open. stoker cache gc --force removes it"
+        )
 
     def _remove(self, folder: ScannedFolder) -> str | None:
         """Rename a folder away and delete it; return why it stays, if a process opened it meanwhile."""

@@ -418,6 +418,17 @@ def exclusive_use(folder: Path) -> Generator[bool]:
         file.close()
 
 
+def has_locks(folder: Path) -> bool:
+    """Return True if the file system of a folder has locks, by which processes say that they have it open."""
+    try:
+        with RegularFile(folder / RECIPE_FILE) as file:
+            locked = try_lock(file.fileno(), shared=True, without_locks=False)
+            # Without locks only the answer to this second question is yes.
+            return locked or not try_lock(file.fileno(), shared=True, without_locks=True)
+    except (OSError, FormatError):
+        return True
+
+
 def _lock_alone(file: RegularFile) -> bool:
     with suppress(OSError):
         return try_lock(file.fileno(), without_locks=False)

@@ -86,6 +86,9 @@ class RadioSpec(JsonResult):
     most_gdop: float = 150.0
     """How badly the receivers' places may suit to find it, at most."""
 
+    name: str = ""
+    """Sets with different names have different keys, so that one table can hold several of one seed."""
+
     def __post_init__(self) -> None:
         """Refuse what would never end."""
         if self.rows < 1 or not 1 <= self.least_receivers <= len(RECEIVERS):
@@ -97,7 +100,8 @@ class RadioSpec(JsonResult):
     @property
     def dataset_id(self) -> uuid.UUID:
         """Names the set in the table: another set has another."""
-        return uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-radio-1 {sorted(self.to_json().items())}")
+        made_of = {key: value for key, value in self.to_json().items() if key != "name" or value}
+        return uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-radio-1 {sorted(made_of.items())}")
 
 
 def radio_rows(spec: RadioSpec) -> Iterator[dict[str, Any]]:
@@ -130,7 +134,7 @@ def _block(spec: RadioSpec, block: int) -> list[dict[str, Any]]:
     gdop = _gdop(offset_km, present)
     accepted = (heard >= spec.least_receivers) & (mean_snr >= spec.least_snr_db) & (gdop <= spec.most_gdop)
     features = _features(rng, snr, present)
-    ids = rng.bytes(16 * _BLOCK)
+    ids = _keys_of(spec, rng.bytes(16 * _BLOCK))
     return [
         {
             "recording_session_id": uuid.UUID(bytes=ids[16 * i : 16 * i + 16], version=4),
@@ -155,6 +159,14 @@ def _block(spec: RadioSpec, block: int) -> list[dict[str, Any]]:
         }
         for i in np.flatnonzero(accepted).tolist()
     ]
+
+
+def _keys_of(spec: RadioSpec, drawn: bytes) -> bytes:
+    """Return the keys of a block's rows, 16 bytes each."""
+    if not spec.name:
+        return drawn
+    own = np.frombuffer(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-radio-keys {spec.name}").bytes, np.uint8)
+    return (np.frombuffer(drawn, np.uint8).reshape(-1, 16) ^ own).tobytes()
 
 
 def _in_sample(rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -484,20 +496,42 @@ def radio_where(
     return " AND ".join(parts)
 
 
-def write_radio(url: str | Path, spec: RadioSpec) -> bool:
+def write_radio(
+    url: str | Path, spec: RadioSpec, on_row: Callable[[int], None] = lambda number: None
+) -> bool:
     """Make the rows of `spec` unless they are there; rows of other sets are left alone.
+
+    Args:
+        url: The database.
+        spec: Settings of the rows.
+        on_row: Called with the number of rows so far.
 
     Returns:
         Whether they had to be made.
     Raises:
-        SourceError: The database cannot be written, or has such a table of another form.
+        SourceError: The database cannot be written, has such a table of another form, or rows of another set
+            with the same keys.
         ReadOnlyError: SQLite's file, or its folder, cannot be written.
     """
     address = parse_database_url(url)
-    return _write_sqlite(address, spec) if address.kind == "sqlite" else _write_postgres(address, spec)
+    write = _write_sqlite if address.kind == "sqlite" else _write_postgres
+    return write(address, spec, on_row)
 
 
-def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
+def _counted(spec: RadioSpec, on_row: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(radio_rows(spec), 1):
+        yield row
+        on_row(number)
+
+
+def _same_keys(where: str, spec: RadioSpec) -> SourceError:
+    return SourceError(
+        f"{where}: {TABLE} has rows of another set with the same keys, made from seed {spec.seed} as well",
+        hint="Give another seed, or another database",
+    )
+
+
+def _write_sqlite(address: DatabaseURL, spec: RadioSpec, on_row: Callable[[int], None]) -> bool:
     path = Path(address.target)
     try:
         make_folder(path.parent)
@@ -516,12 +550,14 @@ def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
             marks = ", ".join("?" * len(COLUMNS))
             connection.executemany(
                 f"INSERT INTO {TABLE} ({names}) VALUES ({marks})",  # noqa: S608 - names of our own
-                ([_sqlite_value(row[name]) for name in COLUMNS] for row in radio_rows(spec)),
+                ([_sqlite_value(row[name]) for name in COLUMNS] for row in _counted(spec, on_row)),
             )
             connection.execute(
                 f"INSERT INTO {SETS} VALUES (?, ?, ?, ?)",  # noqa: S608
                 [_sqlite_value(value) for value in _set_row(spec)],
             )
+    except sqlite3.IntegrityError as error:
+        raise _same_keys(str(path), spec) from error
     except sqlite3.Error as error:
         raise SourceError(
             f"{path}: {error}", hint="Expected a SQLite database that can be written"
@@ -529,7 +565,7 @@ def _write_sqlite(address: DatabaseURL, spec: RadioSpec) -> bool:
     return True
 
 
-def _write_postgres(address: DatabaseURL, spec: RadioSpec) -> bool:
+def _write_postgres(address: DatabaseURL, spec: RadioSpec, on_row: Callable[[int], None]) -> bool:
     psycopg = driver()
     names = ", ".join(COLUMNS)
     try:
@@ -542,12 +578,14 @@ def _write_postgres(address: DatabaseURL, spec: RadioSpec) -> bool:
                 return False
             connection.execute(f"DELETE FROM {TABLE} WHERE dataset_id = %s", (spec.dataset_id,))  # noqa: S608
             with connection.cursor().copy(f"COPY {TABLE} ({names}) FROM STDIN") as copy:
-                for row in radio_rows(spec):
+                for row in _counted(spec, on_row):
                     copy.write_row([_postgres_value(row[name], psycopg) for name in COLUMNS])
             connection.execute(
                 f"INSERT INTO {SETS} VALUES (%s, %s, %s, %s)",  # noqa: S608
                 [_postgres_value(value, psycopg) for value in _set_row(spec)],
             )
+    except psycopg.errors.UniqueViolation:
+        raise _same_keys(address.shown, spec) from None
     except psycopg.Error as error:
         text = address.hide(" ".join(str(error).split()))
         raise SourceError(

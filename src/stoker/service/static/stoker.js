@@ -512,7 +512,8 @@ function why(answer) {
 async function finish(operation, place) {
   let now = operation;
   while (now.state === "running") {
-    place.textContent = `${now.what}: ${now.seconds.toFixed(0)} s so far`;
+    const far = now.total ? `${now.done.toLocaleString("en")} of ${now.total.toLocaleString("en")}, ` : "";
+    place.textContent = `${now.what}: ${far}${now.seconds.toFixed(0)} s so far`;
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     const reply = await ask(`/api/v1/training/operations/${now.id}`, "GET");
     if (reply.status === 401) {
@@ -521,10 +522,15 @@ async function finish(operation, place) {
     }
     now = reply.ok ? reply.answer : {state: "failed", error: why(reply.answer)};
   }
+  if (now.state !== "failed" && "report" in (now.result || now)) { // of a data set, which the page shows
+    location.reload();
+    return;
+  }
   const text = document.createElement("p");
   text.className = now.state === "failed" ? "problem" : "lines";
   text.textContent = now.state === "failed" ? now.error : told(now.result);
   place.replaceChildren(text);
+  if (now.state !== "failed" && "caches" in now.result) showClean(now.result, text);
 }
 
 function told(result) {
@@ -533,7 +539,7 @@ function told(result) {
     const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
     return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
   }
-  if ("removed" in result) return cleaned(result);
+  if ("removed" in result) return cleaned(result).join("\n");
   return JSON.stringify(result, null, 1).replace(/[{}"]/g, "").trim() || "Nothing.";
 }
 
@@ -545,26 +551,61 @@ function size(bytes) {
   return `${left.toFixed(unit === 0 || left >= 100 ? 0 : 1)} ${units[unit]}`;
 }
 
-// What a clean-up removes and keeps, a line each: `radio_train/0123456789abcdef, 716 KiB: unused for 40 days`.
+function element(name, text, className = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+function ago(seconds) {
+  return seconds < 60 ? "now" : seconds < 172800 ? `${duration(seconds)} ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+// What a clean-up removes: a sentence, and a line for each thing that is no cache; those are rows of a table.
 function cleaned(result) {
-  const lines = (items) => items.map((item) => {
-    const path = item.path.split("/");
-    const cut = item.kind === "fingerprint" ? 2 : 3;
-    return `${path.slice(-cut).join("/")}, ${size(item.bytes)}: ${item.reason}`;
-  });
-  const freed = size(result.bytes_removed);
   const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
-  const text = result.removed.length
-    ? [result.dry_run ? `This would remove ${freed}; ${left}` : `Removed ${freed}; ${left}`, ...lines(result.removed)]
-    : [`Nothing ${result.dry_run ? "would be" : "was"} removed; ${left}`];
-  if (result.kept.length) text.push("Kept:", ...lines(result.kept));
-  if (!result.dry_run) {
-    for (const {path} of result.removed) {
-      const link = document.querySelector(`a[href="/caches/${path.split("/").slice(-2).join("/")}"]`);
-      if (link) link.closest("tr").remove();
-    }
+  const some = result.removed.length ? `${result.dry_run ? "This would remove" : "Removed"} ${size(result.bytes_removed)}; ${left}`
+    : `Nothing ${result.dry_run ? "would go" : "went"}; ${left}`;
+  const known = new Set(result.caches.map((one) => `${one.name}/${one.fingerprint}`));
+  const rest = result.removed.filter((item) => !known.has(item.path.split("/").slice(-2).join("/")));
+  return [some, ...rest.map((item) => `${item.path.split("/").slice(-3).join("/")}, ${size(item.bytes)}: ${item.reason}`)];
+}
+
+// A row for each cache, those that go first: its name, what becomes of it, the rule, its size and its last use.
+function cleanRows(result) {
+  const goes = result.dry_run ? "would go" : "removed";
+  return [...result.caches].sort((a, b) => b.removed - a.removed)
+    .map((one) => [`${one.name}/${one.fingerprint}`, one.removed ? goes : "stays", one.rule, size(one.bytes), ago(one.unused_s)]);
+}
+
+function showClean(result, text) {
+  const scroll = element("div", "", "scroll");
+  const table = element("table", "", "list");
+  const names = ["Cache", "Clean-up", "Why", "Size", "Last used"];
+  const kinds = ["", "", "words", "num", "num"];
+  const head = table.createTHead().insertRow();
+  names.forEach((name, at) => head.append(element("th", name, kinds[at] === "num" ? "num" : "")));
+  const body = table.createTBody();
+  for (const cells of cleanRows(result)) {
+    const row = body.insertRow();
+    cells.forEach((cell, at) => {
+      const made = element("td", at === 1 ? "" : cell, kinds[at]);
+      if (at === 1) made.append(element("span", cell, cell === "stays" ? "state good" : "state bad"));
+      made.dataset.label = names[at];
+      row.append(made);
+    });
+    const link = document.querySelector(`a[href="/caches/${cells[0]}"]`);
+    if (link && cells[1] === "removed") link.closest("tr").remove();
   }
-  return text.join("\n");
+  scroll.append(table);
+  if (result.caches.length) text.after(scroll);
+}
+
+// Work that was started by an earlier look at this page.
+const running = document.querySelector("[data-running]");
+if (running && running.dataset.running) {
+  finish({id: running.dataset.running, what: "Running", state: "running", seconds: 0}, running).catch(() => news());
 }
 
 // A field that is refused in a folded part of a form would be refused without a word.
@@ -591,7 +632,7 @@ document.addEventListener("submit", async (event) => {
     else if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(why(answer) || "the service refused this");
-    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
+    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent((answer.dataset || answer).id)));
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
     else news();
