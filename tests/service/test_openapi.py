@@ -111,7 +111,8 @@ def test_the_names_that_programs_call_stay(described: dict[str, Any]) -> None:
     promised = """
         create_job list_jobs get_job change_job delete_job cancel_job pause_job resume_job continue_job
         get_metrics get_metrics_csv get_files get_file get_timeline get_logs plan_job stream_logs
-        stream_job_events stream_events register_dataset list_datasets generate_dataset get_dataset delete_dataset
+        stream_job_events stream_events register_dataset list_datasets generate_dataset get_dataset
+        delete_dataset
         inspect_dataset validate_dataset get_samples list_caches get_cache delete_cache verify_cache
         compare_caches collect_caches get_operation get_ready get_machine get_audit create_login_code
         get_health get_machine_timeline get_prometheus
