@@ -12,8 +12,9 @@ import pytest
 from stoker.errors import SourceError
 from stoker.extras.radio.demo import RadioSpec, radio_rows, write_radio
 from stoker.service.database import State
-from stoker.service.folders import JobFile, Journal
-from stoker.service.jobs import JobQueue, Line, Outcome
+from stoker.service.folders import JobFile
+from stoker.service.jobs import JobQueue, Outcome
+from stoker.service.journal import Journal, Line
 from stoker.service.runs import generate
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services

@@ -77,7 +77,7 @@ def test_jobs_are_tagged_and_found_again(at: list[str]) -> None:
 
 def test_a_clone_has_the_settings_and_tags_of_its_job(running: Running, at: list[str]) -> None:
     made = job("submit", SETTING, "batch_size=64", "epochs=3", "--name", "first", *at)
-    job("tag", made["id"], "+night", *at)
+    job("tag", made["id"], "night", *at)
 
     clone = job("clone", made["id"], "learning_rate=0.01", "--epochs", "20", *at)
 

@@ -531,9 +531,20 @@ def test_a_new_job_is_planned_before_it_is_submitted(
     running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[Any] = [
-        OperationOut(id="a", what="plan", state="completed", seconds=1.0, result=PLANNED, error=None),
+        OperationOut(
+            id="a",
+            what="plan",
+            state="completed",
+            seconds=1.0,
+            result=PLANNED,
+            error=None,
+            done=None,
+            total=None,
+        ),
         ConfigError("model.width is 'abc'", hint="Expected a number"),
-        OperationOut(id="a", what="plan", state="running", seconds=20.0, result=None, error=None),
+        OperationOut(
+            id="a", what="plan", state="running", seconds=20.0, result=None, error=None, done=None, total=None
+        ),
     ]
 
     def plan(*_: Any) -> Any:

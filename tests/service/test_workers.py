@@ -46,7 +46,7 @@ class Bench:
             limits=limits or JobLimits(grace_s=20.0),
         )
         self.queue = JobQueue(database, settings.retry)
-        self.describe: Callable = lambda _database, ids: [{"id": id} for id in ids]
+        self.describe: Callable = lambda _database, ids: [{"id": id, "spec": {}} for id in ids]
         self.worker = JobWorker(settings, database, LocalExecutor(), self._described)
 
     def _described(self, database: Database, ids: list[str]):
@@ -95,7 +95,7 @@ def test_a_job_is_told_what_to_do_and_its_words_are_kept(bench: Bench) -> None:
 
     told = JobFile.read(bench.state.job(job.id).job_file)
     assert (told.id, told.attempt, told.epochs, told.config) == (job.id, 1, 2, {"note": "x"})
-    assert (told.datasets, told.checkpoint) == ([{"id": "d"}], None)
+    assert (told.datasets, told.checkpoint) == ([{"id": "d", "spec": {}}], None)
     done = bench.jobs.get(job.id)
     assert (done.state, done.epoch, done.progress, done.exit_code) == (State.COMPLETED, 2, 1.0, 0)
     assert (done.checkpoint, done.tier, done.message) == ("epoch", "host", "done")
@@ -513,7 +513,9 @@ def test_workers_are_watched_while_a_folder_of_a_deleted_job_does_not_go(
 
 def test_a_job_waits_for_data_that_another_job_makes(bench: Bench) -> None:
     job = bench.make()
-    bench.describe = lambda _database, ids: [{"id": id, "name": "night", "health": "making"} for id in ids]
+    bench.describe = lambda _database, ids: [
+        {"id": id, "name": "night", "health": "making", "spec": {}} for id in ids
+    ]
     bench.attempt()
 
     waiting = bench.jobs.get(job.id)
