@@ -266,6 +266,15 @@ def test_the_environment_names_service_token_and_folder(
     )
 
 
+def test_a_folder_on_the_command_line_goes_before_the_environment(
+    running: Running, at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_SERVER", "http://127.0.0.1:9")
+    monkeypatch.setenv("STOKER_TOKEN", "wrong" * 10)
+    assert running.address
+    assert "jobs" in job("list", *at)
+
+
 def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> None:
     made = job("submit", SETTING, *at)["id"]
     folder = running.services.folder.job(made)
@@ -362,11 +371,11 @@ def test_a_browser_is_let_in_once_by_what_login_prints(running: Running, at: lis
 
 
 def test_a_wrong_token_is_told_with_where_the_right_one_is(
-    at: list[str], running: Running, monkeypatch: pytest.MonkeyPatch
+    running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOKER_TOKEN", "wrong" * 10)
 
-    error = job("list", *at, exit_code=1)["error"]
+    error = job("list", "--server", running.address, exit_code=1)["error"]
 
     assert error.startswith(f"{running.address} does not take the token (")
     assert "--token-file or $STOKER_TOKEN" in error

@@ -351,8 +351,8 @@ def test_dashboard_and_alerts_ask_for_figures_that_there_are(running: Running) -
     assert f'stoker_job_stall_ratio{{job_id="{job.id}",name="night \\"run\\""}} 0.125' in text
     assert f'stoker_job_samples_per_second{{job_id="{job.id}"' in text
     assert len(asked) > 10
-    assert asked - there <= {"stoker_gpu_utilisation", "stoker_workers"}, (
-        "of a machine without GPU and workers"
+    assert asked - there <= {"stoker_gpu_utilisation", "stoker_workers", "stoker_webhook_oldest_seconds"}, (
+        "of a machine without GPU, workers and webhooks"
     )
 
 

@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -153,14 +152,13 @@ def test_a_receiver_that_fails_gets_the_same_delivery_until_it_takes_it(
 ) -> None:
     receiver.answers = [500, 302, 429, 503]
     found = start(receiver.url)
-    wait_for(lambda: database.trouble.why is None)
     train(database, "a")
     wait_for(lambda: figures(found)["stoker_webhook_sent_total"] == 3)
 
     assert receiver.events == ["queued"] * 5 + ["claimed", "failed"]
     assert len({*receiver.ids()}) == 3
     assert figures(found)["stoker_webhook_failures_total"] == 4
-    assert database.trouble.why is None
+    assert found.troubles() == []
 
 
 def test_a_delivery_that_is_refused_for_good_is_dropped_and_the_next_one_is_sent(
@@ -202,12 +200,13 @@ def test_a_receiver_that_hangs_holds_up_neither_jobs_nor_other_receivers(
         found = start(hanging.url, receiver.url)
         train(database, "a")
         wait_for(lambda: len(receiver.got) == 3)
-        wait_for(lambda: "webhook 1 127.0.0.1" in (database.trouble.why or ""))
-        assert "a-secret-path" not in (database.trouble.why or "")
+        wait_for(found.troubles)
+        assert "webhook 1 127.0.0.1" in found.troubles()[0]
+        assert "a-secret-path" not in found.troubles()[0]
         sent = {name: values for name, _, values in found.figures()}
         assert sent["stoker_webhook_oldest_seconds"]["1 127.0.0.1"] > 0
         wait_for(lambda: len({*hanging.ids()}) == 3)
-        wait_for(lambda: database.trouble.why is None)
+        wait_for(lambda: not found.troubles())
     finally:
         hanging.over.set()
         hanging.shutdown()
@@ -235,18 +234,22 @@ def test_a_restart_sends_what_was_not_taken_and_nothing_else(
     assert receiver.ids()[before] == receiver.ids()[3]
 
 
-def test_webhooks_are_seen_at_health_and_in_the_metrics(tmp_path: Path, receiver: Receiver) -> None:
+def test_a_webhook_that_fails_is_seen_at_the_machine_and_in_the_metrics_and_degrades_nothing(
+    tmp_path: Path, receiver: Receiver
+) -> None:
     receiver.answers = [500] * 1000
     with serving(tmp_path / "state") as running:
         hooks = Webhooks(running.services.database, [receiver.url], None)
         object.__setattr__(running.services, "webhooks", hooks)
         hooks.start()
         running.services.jobs.create({}, name="a", epochs=1)
-        health = lambda: httpx.get(f"{running.address}/health", trust_env=False).json()["status"]  # noqa: E731
-        wait_for(lambda: health() == "degraded")
+        said = lambda: running.client.get(running.api("/machine")).json()["stale"]  # noqa: E731
+        wait_for(said)
+        assert "webhook 1 127.0.0.1" in " ".join(said())
+        assert running.client.get(running.api("/ready")).status_code == 200
         shown = running.client.get(f"{running.address}/metrics").text
         receiver.answers = []
-        wait_for(lambda: health() == "ok")
+        wait_for(lambda: not said())
         hooks.stop()
 
     assert 'stoker_webhook_sent_total{webhook="1 127.0.0.1"} 0' in shown

@@ -222,9 +222,11 @@ class ServiceFlags:
         from stoker.service.client import Client, read_address, read_token
 
         folder = _state_dir(self.state_dir)
-        address = self.server or os.environ.get(SERVER) or read_address(folder)
-        token = os.environ.get(TOKEN) if self.token_file is None else None
-        path = self.token_file or Path(os.environ.get(TOKEN_FILE) or folder / "token")
+        # A folder on the command line is one service: its address and token go together.
+        known = {} if self.state_dir else os.environ
+        address = self.server or known.get(SERVER) or read_address(folder)
+        token = known.get(TOKEN) if self.token_file is None else None
+        path = self.token_file or Path(known.get(TOKEN_FILE) or folder / "token")
         return Client(address, token or read_token(path))
 
 

@@ -98,6 +98,7 @@ def look_at_machine(services: Services) -> dict[str, Any]:
     """Return memory by the tightest limit, CPUs, disk of the state folder and GPUs; None where unknown."""
     found = probe_machine()
     disk, driver = services.figures.disk.get(), services.figures.gpus.get()
+    hooks = [] if services.webhooks is None else services.webhooks.troubles()
     return {
         "host_bytes": found.host_bytes,
         "host_total_bytes": found.host_total_bytes,
@@ -107,7 +108,7 @@ def look_at_machine(services: Services) -> dict[str, Any]:
         "disk_bytes": None if disk.value is None else disk.value.bytes,
         "disk_inodes": None if disk.value is None else disk.value.inodes,
         "gpus": driver.value or [],
-        "stale": [text for text in (disk.stale, driver.stale) if text],
+        "stale": [text for text in (disk.stale, driver.stale, *hooks) if text],
         "workers": []
         if services.supervisor is None
         else [asdict(one) for one in services.supervisor.workers()],

@@ -49,7 +49,7 @@ REFUSALS = 5
 KEEP_S = 86_400.0
 """Age of a change from which on one that failed is dropped."""
 TROUBLE_FAILURES = 3
-"""Failures in a row from which on the service is degraded."""
+"""Failures in a row from which on the page of the machine says so."""
 _LATER = frozenset({408, 425, 429})
 """Statuses of 4xx that do not refuse the delivery for good."""
 log = logging.getLogger("stoker")
@@ -89,11 +89,13 @@ class Webhook:
         self._url, self._secret = url, secret
         self.name = f"{number} {urlsplit(url).hostname}"
         self._cursor = f"hook {hashlib.sha256(url.encode()).hexdigest()[:15]}"
-        self._database, self._outbox, self._jobs = database, Outbox(database), Jobs(database)
+        self._outbox, self._jobs = Outbox(database), Jobs(database)
         self._client = HttpClient(timeout_s=ANSWER_S, total_s=ANSWER_S, limit_bytes=ANSWER_BYTES)
         self.sent = self.failures = self.dropped = 0
         self.oldest: float | None = None
         """Unix time of the oldest change that was not delivered."""
+        self.why: str | None = None
+        """Why deliveries fail now."""
         self._place = self._outbox.begin_cursor(self._cursor)
 
     def run(self, stopping: threading.Event) -> None:
@@ -131,7 +133,7 @@ class Webhook:
             self.failures += 1
             refusals += 400 <= status < 500 and status not in _LATER
             if failures >= TROUBLE_FAILURES:
-                self._note(f"webhook {self.name} does not take deliveries: {why}")
+                self.why = f"webhook {self.name} does not take deliveries: {why}"
             if refusals >= REFUSALS or time.time() - event.at > KEEP_S:
                 self.dropped += 1
                 log.error("webhook %s: %s of job %s is dropped: %s", self.name, event.kind, event.job, why)
@@ -141,7 +143,7 @@ class Webhook:
             if stopping.wait(max(asked_s, PAUSES.pause_s(failures))):
                 return False
         self.sent += 1
-        self._note(None)
+        self.why = None
         return True
 
     def _attempt(self, event: Event) -> tuple[str, int, float] | None:
@@ -173,9 +175,6 @@ class Webhook:
         else:
             job |= {"name": found.name, **{name: getattr(found, name) for name in SHOWN}}
         return {"event": event.kind, "job": job, "at": utc(event.at)}
-
-    def _note(self, why: str | None) -> None:
-        self._database.trouble.note(f"webhook {self.name}", why)
 
 
 def sign(body: bytes, secret: SecretStr) -> str:
@@ -210,6 +209,10 @@ class Webhooks:
     def stop(self) -> None:
         """Let the threads end; a delivery that has begun is not waited for."""
         self._stopping.set()
+
+    def troubles(self) -> list[str]:
+        """Return why deliveries fail now, a sentence for each receiver that takes none."""
+        return [hook.why for hook in self._hooks if hook.why is not None]
 
     def figures(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield name, type and values by webhook of each metric."""
