@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.service import timeline
-from stoker.service.database import Event
-from stoker.service.journal import Journal, read_lines
+from stoker.service.database import JOBS, Database, Event, Outbox, State
+from stoker.service.jobs import JobQueue, Jobs, Outcome
+from stoker.service.journal import Journal, Line, read_lines
 from stoker.service.timeline import (
     Interval,
     StallSums,
@@ -299,3 +300,41 @@ def test_validation_checkpoints_and_the_gpu_are_told_with_the_interval(
     spent = found.intervals[0].spent_s()
     assert (spent["validate"], spent["checkpoint"]) == (0.5, 0.25)
     assert sum(spent.values()) == pytest.approx(4.0)
+
+
+def test_the_machines_timeline_is_read_from_the_database(database: Database) -> None:
+    jobs, queue = Jobs(database), JobQueue(database)
+    ended, runs, waits = (jobs.create({}, name=name, epochs=1)[0] for name in ("ended", "runs", "waits"))
+    now = timeline.time.time()
+    told = {"seconds": 4.0, "busy_s": 3.0, "waits": {"read": 1.0}, "first_wait_s": 0.0, "tier": "disk"}
+    for _ in (ended, runs):
+        attempt = queue.take("w")
+        assert attempt is not None
+        queue.report(
+            attempt, [Line(kind="started", data={}), Line(kind="stall", data={**told, "until": now})], 1
+        )
+        if attempt.job.id == ended.id:
+            queue.finish(attempt, Outcome(state=State.COMPLETED, exit_code=0), lines=[], position=2)
+
+    found = machine_timeline(jobs, Outbox(database), 3600.0)
+    with database.writing() as connection:
+        connection.execute(JOBS.update().where(JOBS.c.id == ended.id).values(ended=now - 7200.0))
+    later = machine_timeline(jobs, Outbox(database), 3600.0)
+
+    assert waits.id not in {one.job_id for one in found.jobs}
+    assert [one.name for one in found.jobs] == ["ended", "runs"]
+    assert sum(one.spent_s.get("read", 0.0) for one in found.columns) == pytest.approx(2.0)
+    assert [one.name for one in later.jobs] == ["runs"]
+
+
+@pytest.mark.usefixtures("at_100")
+def test_intervals_that_are_too_many_to_add_up_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MOST_EVENTS", 2)
+    known: Any = Machine(
+        {"a": [event("started", 20), stall(90, 10, busy=10.0, read=0.0), stall(100, 10, busy=10.0, read=0.0)]}
+    )
+    full = " ".join(machine_timeline(known, known, 50.0).summary)
+    monkeypatch.setattr(timeline, "MOST_EVENTS", 3)
+
+    assert "10 s ago" in full
+    assert "ago" not in " ".join(machine_timeline(known, known, 50.0).summary)

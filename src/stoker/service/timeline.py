@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -401,7 +402,9 @@ def machine_timeline(
     for event in outbox.last_of(ids, [kind for kind in KINDS if kind != "stall"], limit=MOST_EVENTS):
         steps[event.job].append(event)
     # An interval is stored when it ends; one that begins in this time may end after it.
-    for event in outbox.last_of(ids, ["stall"], limit=MOST_EVENTS, since=begin):
+    stalls = outbox.last_of(ids, ["stall"], limit=MOST_EVENTS, since=begin)
+    known = stalls[0].at if len(stalls) == MOST_EVENTS else begin
+    for event in stalls:
         spans[event.job].append(event)
     lines: list[JobPhases] = []
     every = [Column(begin=begin + seconds * i / columns, end=begin + seconds * (i + 1) / columns,
@@ -416,7 +419,7 @@ def machine_timeline(
         own = _intervals(spans[job.id])
         intervals += own
         for phase in phases:
-            if phase.kind in ("start", "fill"):
+            if phase.kind in ("start", "fill") and phase.begin >= known:
                 _spread(every, phase.begin, phase.end, {phase.kind: phase.end - phase.begin})
         for one in own:
             for place, share in _spread(every, one.begin, one.end, one.spent_s()):
@@ -428,6 +431,8 @@ def machine_timeline(
     spent_s = busy_s + sum(waits_s.values())
     stall = sum(waits_s.values()) / spent_s if spent_s else None
     summary = [_say_jobs(lines, len(found), seconds), *_say_gpu(every)]
+    if known > begin:
+        summary.append(f"Columns begin {_round(end - known)} ago: earlier intervals are too many to add up.")
     summary += [] if stall is None else [_say_stall(stall, waits_s, spent_s)]
     return MachineTimeline(begin=begin, end=end, jobs=lines, columns=every, stall=stall, summary=summary)
 
@@ -540,9 +545,7 @@ def draw_timeline(timeline: JobTimeline) -> TimelinePicture | None:
     if total_s <= 0:
         return None
 
-    def across(at: float) -> float:
-        return round(WIDTH * min(1.0, max(0.0, (at - begin) / total_s)), 2)
-
+    across = partial(_across, begin, total_s)
     phases = [
         Rect(kind=one.kind, text=f"{PHASES[one.kind]} {format_seconds(one.end - one.begin)}",
              x=across(one.begin), y=0.0, width=round(across(one.end) - across(one.begin), 2), height=14.0)
@@ -562,6 +565,11 @@ def draw_timeline(timeline: JobTimeline) -> TimelinePicture | None:
 
 def _legend(totals: Mapping[str, float]) -> list[tuple[str, str, str]]:
     return [(kind, name, format_seconds(totals[kind])) for kind, name in SPENT.items() if totals.get(kind)]
+
+
+def _across(begin: float, total_s: float, at: float) -> float:
+    """Return the place of a time in the picture."""
+    return round(WIDTH * min(1.0, max(0.0, (at - begin) / total_s)), 2)
 
 
 def _column(spent_s: Mapping[str, float], total_s: float, begin: float, end: float) -> list[Rect]:
@@ -607,9 +615,7 @@ def draw_machine(timeline: MachineTimeline, workers: int) -> MachinePicture | No
         return None
     begin, total_s = timeline.begin, timeline.end - timeline.begin
 
-    def across(at: float) -> float:
-        return round(WIDTH * min(1.0, max(0.0, (at - begin) / total_s)), 2)
-
+    across = partial(_across, begin, total_s)
     rows: list[tuple[JobPhases, list[Rect]]] = []
     for line in timeline.jobs[-LINES:]:
         rects = [
