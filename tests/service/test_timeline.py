@@ -101,15 +101,22 @@ def test_phases_follow_the_events_of_a_job() -> None:
 
 
 def test_a_job_that_waits_for_its_data_is_one_wait_and_not_many_starts() -> None:
-    moments = [
-        event(kind, at) for n in range(4) for kind, at in (("queued", 2 * n), ("claimed", 2 * n + 1.9))
-    ]
-    # It is given back at once each time.
-    events = [*moments, event("started", 9)]
+    events = [event("queued", 0), event("claimed", 1.9)]
+    for at in (2.0, 4.0, 6.0):  # it is given back at once each time
+        events += [event("queued", at, waits_for="data"), event("claimed", at + 1.9)]
+    events += [event("started", 9)]
 
     found = [(one.kind, one.begin, one.end) for one in phases_of(events, 99)]
 
-    assert found == [("queued", 0, 7.9), ("start", 7.9, 9), ("train", 9, 99)]
+    assert found == [("queued", 0, 1.9), ("data", 1.9, 7.9), ("start", 7.9, 9), ("train", 9, 99)]
+
+
+def test_a_start_of_a_moment_is_part_of_the_wait() -> None:
+    events = [event("queued", 0), event("claimed", 2), event("queued", 2.1), event("claimed", 5)]
+
+    found = [(one.kind, one.begin, one.end) for one in phases_of(events, 9)]
+
+    assert found == [("queued", 0, 5), ("start", 5, 9)]
 
 
 def test_a_timeline_says_what_steps_waited_for_and_when_records_moved() -> None:

@@ -21,6 +21,7 @@ from stoker.service.executor import JobLimits, LocalExecutor
 from stoker.service.folders import JobFile, StateFolder
 from stoker.service.jobs import AttemptPolicy, Job, JobAttempt, JobQueue, Jobs
 from stoker.service.supervisor import WorkerSlot, WorkerSupervisor, remove_orphans
+from stoker.service.timeline import timeline_of
 from stoker.service.worker import JobWorker, WorkerSettings
 from tests.service.serve import STAND_IN, plan
 
@@ -523,6 +524,7 @@ def test_a_job_waits_for_data_that_another_job_makes(bench: Bench) -> None:
     assert (waiting.epoch, waiting.error) == (0, None)
     events = Outbox(bench.database).read(0, job=job.id)
     assert any("night" in json.dumps(event.data) for event in events)
+    assert [phase.kind for phase in timeline_of(waiting, Outbox(bench.database)).phases] == ["queued", "data"]
 
 
 def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:

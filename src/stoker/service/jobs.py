@@ -742,6 +742,8 @@ class JobQueue:
         if (row := connection.execute(change).mappings().one_or_none()) is not None:
             kind = "queued" if State(row["state"]) in WAITING_STATES else row["state"]
             told: dict[str, Json] = {"message": why, "attempt": row["attempt"]}
+            if not began:
+                told["waits_for"] = "data"
             if row["error"] is not None:
                 told["error"] = row["error"]
             append(connection, database.wall, row["id"], [(kind, told)])

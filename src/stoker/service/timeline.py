@@ -37,6 +37,7 @@ MOST_INTERVALS = 200
 """Intervals of a timeline; neighbors are added up."""
 PHASES = {
     "queued": "waited in the queue",
+    "data": "waited for data that is generated",
     "start": "started and opened its data",
     "fill": "filled caches",
     "train": "trained",
@@ -49,7 +50,7 @@ WAITS = {
     "gather": "putting batches together",
     "copy": "copying to the device",
     "transform": "transforms",
-    "wait": "another thread",
+    "wait": "a thread that prepares batches",
 }
 """What a step waited for, by the names of `StallReport.parts`."""
 _BEGINS = {
@@ -205,8 +206,8 @@ def phases_of(events: Sequence[Event], until: float, *, work: str = "train") -> 
             current.end = max(current.begin, event.at)
             phases += _filled(current, event)
         current = None if kind is None else Phase(kind=kind, begin=event.at, end=event.at)
-        if kind == "queued":
-            current = _still_waiting(phases) or current
+        if current is not None and kind == "queued":
+            current = _still_waiting(phases, "data" if event.data.get("waits_for") else "queued", current)
     if current is not None:
         current.end = max(current.begin, until)
         phases.append(current)
@@ -218,14 +219,17 @@ def _phases(job: Job, events: Sequence[Event], now: float) -> list[Phase]:
     return phases_of(events, now if job.ended is None else job.ended, work=work)
 
 
-def _still_waiting(phases: list[Phase]) -> Phase | None:
-    """Take off the wait that a start of a moment has broken off, as when data is still being made."""
-    if len(phases) < 2 or (phases[-2].kind, phases[-1].kind) != ("queued", "start"):
-        return None
-    if phases[-1].end - phases[-1].begin > MOMENT_S:
-        return None
-    phases.pop()
-    return phases.pop()
+def _still_waiting(phases: list[Phase], kind: str, new: Phase) -> Phase:
+    """Return the wait that begins, or continues if only a start of a moment broke it off, which is removed.
+
+    Data that is being generated breaks a wait off again and again.
+    """
+    new.kind = kind
+    if phases and phases[-1].kind == "start" and phases[-1].end - phases[-1].begin <= MOMENT_S:
+        new.begin = phases.pop().begin
+        if phases and phases[-1].kind == kind:
+            new.begin = phases.pop().begin
+    return new
 
 
 def _filled(phase: Phase, then: Event) -> list[Phase]:
@@ -349,7 +353,7 @@ MOST_JOBS = 200
 """Jobs that a timeline of the machine is made of; the newest ones."""
 COLUMNS = 120
 """Columns of the timeline of the machine."""
-NOT_WORKING = ("queued", "paused")
+NOT_WORKING = ("queued", "data", "paused")
 """Phases in which no worker has the job."""
 
 
@@ -495,6 +499,8 @@ def _say_gpu(columns: Sequence[Column]) -> list[str]:
 
 WIDTH, HEIGHT = 1000.0, 96.0
 """Size of the picture of the intervals, in its own units."""
+SHOWN_PART = 0.001
+"""Part of the time that a legend names at least."""
 TICKS = 5
 """Times below the picture."""
 
@@ -529,7 +535,7 @@ SPENT = {
     "busy": "in steps",
     "validate": "validation",
     "checkpoint": "writing checkpoints",
-    "other": "nothing of these",
+    "other": "outside of steps: starting, logging",
     "first": "first batch of an epoch",
     **WAITS,
 }
@@ -564,7 +570,12 @@ def draw_timeline(timeline: JobTimeline) -> TimelinePicture | None:
 
 
 def _legend(totals: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    return [(kind, name, format_seconds(totals[kind])) for kind, name in SPENT.items() if totals.get(kind)]
+    least_s = SHOWN_PART * sum(totals.values())
+    return [
+        (kind, name, format_seconds(totals[kind]))
+        for kind, name in SPENT.items()
+        if totals.get(kind, 0.0) > least_s
+    ]
 
 
 def _across(begin: float, total_s: float, at: float) -> float:
