@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from stoker.errors import ServiceError
 from stoker.service.client import Client
 from stoker.service.kinds import spread
-from stoker.service.probes import PROBES, probe
+from stoker.service.probes import PROBES, _answer_of, probe
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
 from tests.service.job_folders import images_dataset, radio_dataset
@@ -79,6 +81,31 @@ def test_progress_is_reported_by_the_process_that_reads(
     assert told[0] == (1, 24)
 
 
+def test_reading_everything_ends_at_its_limit_of_time_however_often_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stoker.service.probes.TOTAL_S", 0.1)
+    ours, theirs = socket.socketpair()
+    wanted = threading.Event()
+
+    def report() -> None:
+        with theirs:
+            for _ in range(1000):
+                if wanted.wait(0.01):
+                    break
+                theirs.sendall(b"[1, 24]\n")
+
+    reports = threading.Thread(target=report)
+    reports.start()
+    with ours:
+        child: Any = SimpleNamespace(socket=ours, wait=lambda _: True)
+        said = _answer_of(child, 60.0, lambda *_: None)
+        wanted.set()
+        reports.join()
+
+    assert said is None
+
+
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[Services]:
     images_dataset(tmp_path / "data")
@@ -134,6 +161,40 @@ def test_reading_everything_is_an_operation_with_progress_and_an_end(
     services.datasets._probe = probe_it
     again = say(services, "POST", f"{API}/datasets/shades/validate?all=true", {})
     assert (again.status, again.json()["health"]) == (200, "bad")
+
+
+def test_checks_delay_no_other_operation_and_end_with_their_data_set(
+    services: Services, tmp_path: Path
+) -> None:
+    ended = threading.Event()
+
+    def reading(*_: Any, **named: Any) -> Any:
+        try:
+            while True:
+                named["on_progress"](7, 24)
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    for name in ("a", "b"):
+        images_dataset(tmp_path / "data" / name)
+        request = {"kind": "images", "name": name, "path": f"{name}/images"}
+        assert say(services, "POST", f"{API}/datasets", request).status == 201
+    services.datasets._probe = reading
+    begun = [
+        say(services, "POST", f"{API}/datasets/{name}/validate?all=true&wait_s=0", {}) for name in ("a", "b")
+    ]
+    assert [one.status for one in begun] == [202, 202]
+
+    assert say(services, "POST", f"{API}/caches/gc", {}).status == 200
+    for name, one in zip("ab", begun, strict=True):
+        ended.clear()
+        assert say(services, "DELETE", f"{API}/datasets/{name}").status == 204
+        assert ended.wait(60)
+        where, until = f"{API}/operations/{one.json()['id']}", time.monotonic() + 60
+        while (now := say(services, "GET", where).json())["state"] == "running":
+            assert time.monotonic() < until
+        assert "was deleted" in now["error"]
 
 
 def test_the_client_waits_for_the_end_of_a_check(tmp_path: Path) -> None:

@@ -43,12 +43,37 @@ def file_with(folder: Path, url: str, mode: int = 0o600) -> Path:
             "a@b",
         ),
         ("postgresql:///lab", "postgresql:///lab", None),
-        ("postgresql://me@/lab?password=x&host=/run/pg", "postgresql://me@/lab?host=%2Frun%2Fpg", "x"),
+        ("postgresql://me@/lab?password=x&host=/run/pg", "postgresql://me@/lab?host=/run/pg", "x"),
         ("postgres://me:p%25@db/lab", "postgresql://me@db/lab", "p%"),
+        (
+            "postgresql://me:x@db/lab?options=-c%20search_path%3Dlab&p%61ssword=a+b&sslmode=require",
+            "postgresql://me@db/lab?options=-c%20search_path%3Dlab&sslmode=require",
+            "a+b",
+        ),
+        ("postgresql://me:x@DB/a%2Fb", "postgresql://me@DB/a%2Fb", "x"),
     ],
 )
 def test_a_url_is_split_from_its_password(tmp_path: Path, url: str, bare: str, password: str | None) -> None:
     assert read_connection("lab", str(file_with(tmp_path, url))) == (bare, password)
+
+
+@pytest.mark.parametrize("sign", "/#?@:%+")
+@pytest.mark.parametrize("form", ["postgresql://me:{}@db/lab", "postgresql://me@db/lab?password={}"])
+def test_a_password_with_a_sign_is_read_rightly_or_refused(tmp_path: Path, sign: str, form: str) -> None:
+    secret = f"hush{sign}secret"
+
+    escaped = read_connection("lab", str(file_with(tmp_path, form.format(quote(secret, safe="")))))
+    assert escaped == ("postgresql://me@db/lab", secret)
+
+    file, told = file_with(tmp_path, form.format(secret)), ""
+    try:
+        found = read_connection("lab", str(file))
+    except ConfigError as refused:
+        found, told = escaped, str(refused)
+    assert found == escaped
+    assert not told or f"{sign} as {quote(sign, safe='')}" in told
+    assert "hush" not in told
+    assert "secret" not in told
 
 
 @pytest.mark.parametrize(

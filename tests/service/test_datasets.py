@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, ConflictError, NotFoundError, SourceError, StalledError
@@ -16,6 +18,7 @@ from stoker.service.datasets import Datasets, Generation, Registration, describe
 from stoker.service.folders import JobFile
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Journal
+from stoker.service.kinds import kind_of
 from stoker.service.probes import PROBES, probe
 from stoker.service.runs import generate
 from stoker.service.security import DataAccess, Roots
@@ -357,6 +360,9 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
         "postgresql://other.example/x?host=lab.example",
         "postgresql://other.example/x?host=/tmp",
         "postgresql+psycopg://lab.example:5432/x",
+        "postgresql://other.example/x?host=other.example&host=lab.example",
+        "postgresql://other.example/x?hos%74=%6cab.example",
+        "postgresql://lab.example/x?host=",
     ],
 )
 def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
@@ -386,11 +392,59 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
 
 
 @pytest.mark.parametrize(
-    "server",
-    ["lab.example:5432,b:5432", "lab.example,b", "b,x@lab.example", "lab.example:db", "lab.example:0"],
+    "url",
+    [
+        "postgresql://lab.example:5432/x@EVIL/lab",
+        "postgresql://:5432/x@EVIL/lab",
+        "postgresql://lab.example/x#x@EVIL/lab",
+        "postgresql://lab.example#x@EVIL/lab",
+        "postgresql://lab.example?sslmode=x@EVIL/lab",
+        "postgresql://lab.example/x?sslmode=x@EVIL",
+        "postgresql://lab.example/x?host=lab.example,EVIL",
+        "postgresql://lab.example%2CEVIL/x",
+    ],
+)
+def test_a_url_that_two_programs_read_in_two_ways_is_refused(
+    datasets: Datasets, tmp_path: Path, url: str
+) -> None:
+    named = Datasets(
+        datasets._database, tmp_path, Path, probe=nothing, access=allowed("lab.example", "local")
+    )
+
+    with pytest.raises(ConfigError, match="HOST"):
+        named.register(registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id))
+
+
+@pytest.mark.parametrize(
+    ("netloc", "query", "user"),
+    [("127.0.0.1", "", None), ("a,b@127.0.0.1", "", "a,b"), ("a@EVIL@127.0.0.1", "", "a@EVIL"),
+     ("EVIL", "?host=127.0.0.1", None), ("a%40EVIL@127.0.0.1", "", "a@EVIL")],
+)  # fmt: skip
+def test_the_driver_connects_to_the_server_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch, netloc: str, query: str, user: str | None
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(text: str, **_: Any) -> Any:
+        asked.append(conninfo_to_dict(text))  # as libpq reads it
+        raise psycopg.OperationalError
+
+    monkeypatch.setattr(psycopg, "connect", refuse)
+    url = f"postgresql://{netloc}:5433/postgresql:%2F%2FEVIL%2Fx{query}"
+    allowed("127.0.0.1").check_server(url)
+    with pytest.raises(SourceError):
+        kind_of("radio").facts({"url": url, "table": "t", "set": str(SMALL.dataset_id)})
+
+    (found,) = asked
+    assert (found["host"], found["port"], found.get("user")) == ("127.0.0.1", "5433", user)
+    assert found["dbname"] == "postgresql://EVIL/x"
+
+
+@pytest.mark.parametrize(
+    "server", ["lab.example:5432,b:5432", "lab.example,b", "lab.example:db", "lab.example:0"]
 )
 def test_a_url_names_one_database_server(datasets: Datasets, tmp_path: Path, server: str) -> None:
-    """libpq asks each server of a list, also those that `urlsplit` does not see."""
+    """libpq asks each server of a list."""
     named = Datasets(
         datasets._database,
         tmp_path,

@@ -112,6 +112,26 @@ def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(
         assert fact in said[field]
 
 
+@pytest.mark.parametrize("kind", ["hdf5", "radio"])
+@pytest.mark.parametrize("length", [10, 99, 250])
+@pytest.mark.parametrize("count", [60, 2400])
+def test_the_answer_to_many_wrong_settings_is_short(
+    app: Any, token: Any, kind: str, length: int, count: int
+) -> None:
+    sent, name = {**token, "content-type": "application/json"}, f"many-{kind}"
+    made = json.dumps({"kind": kind, "name": name}).encode()
+    assert ask(app, "POST", f"{API}/datasets/generate", sent, made).status < 300
+    settings = {f"{number:x}".ljust(length, "x"): "y" * 100 for number in range(count)}
+
+    wrong = {"config": {"dataset_ids": [name], "settings": settings}}
+    found = ask(app, "POST", f"{API}/jobs", sent, json.dumps(wrong).encode())
+
+    assert found.status == 422
+    assert found.json()["fields"]
+    assert len(found.body) < 100_000
+    assert found.body.count(b"training.max_steps") <= 3, "allowed names come once: in error, fact, fields"
+
+
 def test_a_body_of_another_content_type_is_not_repeated(app: Any, token: Any) -> None:
     raw = json.dumps({"config": {"secret": "abc"}}).encode()
     form = {**token, "content-type": "application/x-www-form-urlencoded"}

@@ -6,7 +6,7 @@ import csv
 import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -537,7 +537,7 @@ def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOu
 def validate_dataset(
     dataset_id: DatasetId,
     services: ServicesDep,
-    all: Annotated[bool, Query(description="Read every sample, however long that takes.")] = False,
+    all: Annotated[bool, Query(description="Read every sample, for 6 hours at most.")] = False,
     wait_s: Wait = 20.0,
 ) -> DatasetOut | Response:
     """Check a data set: samples that cannot be read, values that are missing or not finite. Some samples are
@@ -551,7 +551,7 @@ def validate_dataset(
         found = services.datasets.validate(dataset.id, progress.tell)
         return DatasetOut.of(found).model_dump(mode="json")
 
-    operation = services.operations.start(
+    operation = services.checks.start(
         checks_all(dataset), work, wait_s=wait_s, raises=True, progress=progress
     )
     if operation.result is None:
@@ -583,8 +583,11 @@ def get_samples(
 
 @datasets_router.delete("/datasets/{dataset_id}", status_code=204, responses=error_responses(404, 409, 504))
 def delete_dataset(dataset_id: DatasetId, services: ServicesDep) -> None:
-    """Delete a data set. A generated one is removed; the files of a registered one stay."""
-    services.datasets.delete(dataset_id)
+    """Delete a data set. A generated one is removed; the files of a registered one stay. A check of all its
+    samples ends."""
+    dataset = services.datasets.get(dataset_id)
+    services.datasets.delete(dataset.id)
+    services.checks.end(checks_all(dataset), f"data set {dataset.name!r} was deleted")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -759,10 +762,10 @@ def delete_cache(name: Name, fingerprint: Print, services: ServicesDep, wait_s: 
 @caches_router.get("/operations/{operation_id}", responses=error_responses(404))
 def get_operation(operation_id: Annotated[str, InPath(max_length=40)], services: ServicesDep) -> OperationOut:
     """Return the state of work that took longer than its request."""
-    try:
-        return OperationOut.of(services.removals.get(operation_id))
-    except NotFoundError:
-        return OperationOut.of(services.operations.get(operation_id))
+    for kind in (services.removals, services.checks):
+        with suppress(NotFoundError):
+            return OperationOut.of(kind.get(operation_id))
+    return OperationOut.of(services.operations.get(operation_id))
 
 
 def _answer(response: Response, operation: Operation) -> OperationOut:

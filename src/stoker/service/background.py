@@ -166,9 +166,17 @@ class Progress:
     total: int | None = None
     told: float = 0.0
     """Monotonic time of the last report."""
+    ended: str = ""
+    """Why the work is not wanted any more; empty: it is."""
 
     def tell(self, done: int, total: int) -> None:
-        """Report it."""
+        """Report it.
+
+        Raises:
+            ConflictError: The work is not wanted any more (`Operations.end`).
+        """
+        if self.ended:
+            raise ConflictError(self.ended)
         self.done, self.total, self.told = done, total, time.monotonic()
 
 
@@ -246,6 +254,13 @@ class Operations:
             named = [one for one in self._all.values() if one.operation.what == what]
         running = next((one for one in named if not one.done.is_set()), None)
         return None if running is None else self._look(running)
+
+    def end(self, what: str, why: str) -> None:
+        """End the operation of that name, if it runs, at its next report of progress."""
+        with self._lock:
+            for one in self._all.values():
+                if one.operation.what == what:
+                    one.progress.ended = why
 
     def get(self, id: str) -> Operation:
         """Return the state of one operation.

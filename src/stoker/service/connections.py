@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from stoker.errors import ConfigError
 from stoker.service.security import check_name
@@ -64,31 +64,28 @@ def read_connection(name: str, path: str) -> tuple[str, str | None]:
             f"{where} may be read by others (mode {mode & 0o777:o})", hint=f"Run: chmod 600 {path}"
         )
     try:
-        url = text.decode().strip()
-        if parse_database_url(url).kind != "postgresql" or len(url.split()) != 1:
-            raise ConfigError("")
-        return _split(url)
+        return _split(text.decode().strip())
     except (ConfigError, ValueError):
         raise ConfigError(
             f"{where} has no URL of a PostgreSQL database, or one with sslpassword or passfile",
-            hint="Expected one line: postgresql://USER:PASSWORD@HOST/DATABASE",
+            hint="Expected one line: postgresql://USER:PASSWORD@HOST/DATABASE; in the password write "
+            "% as %25, / as %2F, # as %23, ? as %3F, @ as %40 and : as %3A",
         ) from None
 
 
 def _split(url: str) -> tuple[str, str | None]:
-    """Return a URL without its password, and the password."""
+    """Return a URL without its password, and the password; all else stays as it is written."""
+    address = parse_database_url(url)
+    if address.kind != "postgresql" or len(url.split()) != 1:
+        raise ConfigError("the URL is of another kind")
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
-    options = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    named = [value for key, value in options if key == "password"]
-    password = named[-1] if named else None if parts.password is None else unquote(parts.password)
-    left = urlencode([(key, value) for key, value in options if key != "password"])
-    bare = parts._replace(netloc=user.partition(":")[0] + at + host, query=left).geturl()
-    # `urlunsplit` drops the slashes of an empty host: postgresql:/lab is no URL of libpq.
-    bare = f"postgresql://{bare.partition(':')[2].removeprefix('//')}"
+    bare = f"postgresql://{user.partition(':')[0]}{at}{host}{parts.path}"
+    options = [one for one in parts.query.split("&") if unquote(one.partition("=")[0]) != "password"]
+    bare += f"?{'&'.join(options)}" if any(options) else ""
     if has_password(bare):
         raise ConfigError("the URL has a further secret")
-    return bare, password or None
+    return bare, address.options.get("password")
 
 
 def with_url(spec: Mapping[str, Any], connections: Mapping[str, str]) -> tuple[dict[str, Any], str | None]:

@@ -308,8 +308,8 @@ class Datasets:
 
         Args:
             id: Its id or name.
-            on_progress: Read every sample, however long that takes, and call this with how many were read, of
-                how many. None: read some samples for a few seconds.
+            on_progress: Read every sample, for `probes.TOTAL_S` at most, and call this with how many were
+                read, of how many. None: read some samples for a few seconds.
 
         Raises:
             NotFoundError: The data set does not exist.

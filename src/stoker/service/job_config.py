@@ -61,6 +61,8 @@ class JobFieldError(ConfigError):
         return error
 
 
+MOST_SETTINGS = 64
+"""Names in `settings`, more than are allowed."""
 Count = Annotated[int, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
@@ -134,7 +136,9 @@ class JobConfig(BaseModel):
     """Radio rows: most receivers of a row; a row with more is quarantined."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Decides the order of examples, the split and the first weights."""
-    settings: dict[str, JsonValue] = {}
+    settings: Annotated[
+        dict[Annotated[str, Field(max_length=100)], JsonValue], Field(max_length=MOST_SETTINGS)
+    ] = {}
     """Simulations and images: more settings of docs/reference/config.md by name, as `{"model.width": 64}`."""
 
     @model_validator(mode="before")
@@ -377,17 +381,19 @@ def _wrong_fields(config: JobConfig, kind: str) -> Iterator[tuple[str, Problem]]
     for name, why in UNUSED_FIELDS[kind].items():
         value, default = getattr(config, name), fields[name].default
         if value != default:
-            fact = f"{name}={value!r} has no effect on {kind} data: {why}"
+            fact = f"{name}={value!r:.200} has no effect on {kind} data: {why}"
             yield name, Problem(fact, f"Leave it out, or give its default {default!r}")
     network = config.model_architecture
     if network not in (None, NETWORKS[kind]):
         fact = f"model_architecture={network!r} is not for {kind} data, which takes {NETWORKS[kind]!r}"
         yield "model_architecture", Problem(fact, "Leave it out")
     allowed = SETTINGS.get(kind, ())
+    listed = f"Allowed are {', '.join(allowed)}"
     for name in config.settings if allowed else ():
         if name not in allowed:
             near = nearest(name, allowed)
-            hint = f"Did you mean {near}?" if near else f"Allowed are {', '.join(allowed)}"
+            hint = f"Did you mean {near}?" if near else listed
+            listed = listed if near else ""  # once
             yield f"settings.{name}", Problem(f"settings: {name!r} cannot be set by a job", hint)
 
 

@@ -320,6 +320,8 @@ STATUS: tuple[tuple[type[StokerError], int], ...] = (
 """Status by class, the first match counts; 422 for every other `StokerError`."""
 EVERYWHERE = (400, 401, 403, 408, 413, 422, 431, 503, 504)
 """Statuses of every route: the guard's refusals, a wrong request, a database that does not answer."""
+MOST_FIELDS = 100
+"""Fields that one answer names as wrong."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -382,7 +384,8 @@ def install(app: FastAPI, *, page: Callable[[Request, int, str, str], Response])
         )
         if isinstance(error, JobFieldError):
             body["fields"] = [
-                {"path": f"config.{name}", "problem": str(problem)} for name, problem in error.fields
+                {"path": f"config.{name}", "problem": str(problem)}
+                for name, problem in error.fields[:MOST_FIELDS]
             ]
         return answer(request, status, body, {"Retry-After": "2"} if status in (503, 504) else {})
 
@@ -413,12 +416,12 @@ def _wrong_request(request: Request, error: Exception) -> dict[str, Any]:
     """Return the body of the answer to a request with wrong fields."""
     errors = error.errors() if isinstance(error, RequestValidationError) else []
     found = [
-        FieldErrorOut(path=path.removeprefix("body").removeprefix("."), problem=str(problem))
+        FieldErrorOut(path=path.removeprefix("body").removeprefix(".")[:200], problem=str(problem)[:1000])
         for path, problem in wrong_fields(errors, _schema_of(request))
     ]
     said = format_few((f"{fault.path or 'the body'}: {fault.problem}" for fault in found), 3, "; ")
     fact = f"the request is refused: {said}"
-    return ErrorOut(error=fact, fact=fact, hint="", fields=found[:100]).model_dump()
+    return ErrorOut(error=fact, fact=fact, hint="", fields=found[:MOST_FIELDS]).model_dump()
 
 
 def _schema_of(request: Request) -> Schema:

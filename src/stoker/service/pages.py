@@ -450,7 +450,7 @@ def show_dataset(request: Request, services: ServicesDep, dataset_id: DatasetId)
         request, "dataset.html", title=dataset.name, dataset=dataset, users=_jobs_on(services, dataset),
         events=events, maker=_maker(services, dataset), caches=_caches_of(services, dataset), now=time.time(),
         figures=figures(dataset.facts),
-        checking=services.operations.find(checks_all(dataset)), read=read_by_check(dataset.report),
+        checking=services.checks.find(checks_all(dataset)), read=read_by_check(dataset.report),
         spec=flat(dataset.spec),
     )  # fmt: skip
 

@@ -26,6 +26,8 @@ from stoker.sources.files import confine_sources
 from stoker.sources.sql.query import parse_database_url
 
 TIMEOUT_S = 60.0
+TOTAL_S = 6 * 3600.0
+"""How long a process reads that reports its progress."""
 MODULES = (*TORCH, "stoker.service.probes")
 """Modules that are imported before the process starts."""
 REPORT_S = 1.0
@@ -48,8 +50,9 @@ def probe(
     Args:
         what: Name of the function.
         kind, spec: Of the data set.
-        timeout_s: How long it may take, with `on_progress` from one report to the next.
-        on_progress: Called with the samples that were read and the number of all, about each second.
+        timeout_s: How long it may take, with `on_progress` from one report to the next and `TOTAL_S` in all.
+        on_progress: Called with the samples that were read and the number of all, about each second. An error
+            of it ends the process and is raised.
         given: Further arguments of the function; and `password`, of the connection of the spec's URL.
 
     Raises:
@@ -73,8 +76,11 @@ def probe(
     finally:
         os.close(output)
     if said is None:
+        limit = (
+            f"{timeout_s:g} s" if on_progress is None else f"{TOTAL_S:g} s, or {timeout_s:g} s for a sample,"
+        )
         raise StalledError(
-            f"reading {_shown(spec)} took more than {timeout_s:g} s and was ended. The storage or the "
+            f"reading {_shown(spec)} took more than {limit} and was ended. The storage or the "
             "database does not answer, or the data set is very large"
         )
     try:
@@ -94,7 +100,7 @@ def _answer_of(
     child: Child, timeout_s: float, on_progress: Callable[[int, int], None] | None
 ) -> bytes | None:
     """Return the answer of a process, the last line of its output; None if it does not end in time."""
-    said, until = bytearray(), time.monotonic() + timeout_s
+    said, until, last = bytearray(), time.monotonic() + timeout_s, time.monotonic() + TOTAL_S
     try:
         while True:
             child.socket.settimeout(max(0.001, until - time.monotonic()))
@@ -105,7 +111,7 @@ def _answer_of(
             while on_progress is not None and b"\n" in said:
                 line, _, said = said.partition(b"\n")
                 on_progress(*json.loads(line))
-                until = time.monotonic() + timeout_s
+                until = min(last, time.monotonic() + timeout_s)
     except TimeoutError:
         return None
     except ConnectionError:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
+from urllib.parse import quote, unquote_plus
 
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
@@ -604,6 +604,8 @@ def _is_address(name: str) -> bool:
 URL_OPTIONS = frozenset({"host", "sslmode", "connect_timeout"})
 """Options of a PostgreSQL URL that a request may give. Other options of libpq name files that it reads or
 appends to, or change the rights of a session."""
+_URL_PARTS = frozenset({"host", "port", "user", "password", "dbname"})
+"""Options that a URL gives before `?`; it may give them after it as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -704,31 +706,29 @@ class DataAccess:
         Raises:
             ConfigError: The server or an option is not allowed, or more than one server is named.
         """
-        parts = urlsplit(url)
-        try:
-            has_port = parts.port is None or parts.port > 0
-        except ValueError:
-            has_port = False
-        # libpq takes a comma for the next of several servers, and `hostname` has only one.
-        if not has_port or "," in parts.netloc:
+        options = parse_database_url(url).options
+        host = options.get("host", "")
+        if "," in host:  # libpq takes it for the next of several servers
             raise ConfigError(
-                f"the database's URL names the server {parts.netloc.rpartition('@')[2]!r}",
-                hint="Expected one HOST or HOST:PORT",
+                f"the database's URL names the servers {host!r}", hint="Expected one HOST or HOST:PORT"
             )
-        options = parse_qsl(parts.query, keep_blank_values=True)
-        if refused := sorted({name for name, _ in options} - URL_OPTIONS):
+        if refused := sorted({*options} - _URL_PARTS - URL_OPTIONS):
             raise ConfigError(
                 f"the database's URL has the option {', '.join(refused)}",
                 hint=f"Expected none but {', '.join(sorted(URL_OPTIONS))}",
             )
-        named = {"" if server == "local" else server for server in self.servers}
-        servers = {value for name, value in options if name == "host"} or {parts.hostname or ""}
-        for server in servers - named:
-            name = server or "local"
+        named = {"" if server == "local" else _same_server(server) for server in self.servers}
+        if _same_server(host) not in named:
+            name = host or "local"
             raise ConfigError(
                 f"this service does not read from the database server {name!r}",
                 hint=f"Start it with --database-host {name}",
             )
+
+
+def _same_server(name: str) -> str:
+    """Return a server's name in the form in which two are compared: only those of sockets have case."""
+    return name if name.startswith(("/", "@")) else name.lower()
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -366,6 +366,8 @@ class Services:
     """Work that takes longer than a request may."""
     plans: Operations = field(default_factory=Operations)
     """Plans of the page of a new job, with a limit of their own, so that they delay no verify."""
+    checks: Operations = field(default_factory=Operations)
+    """Checks of all samples, which take hours, with a limit of their own: they delay nothing else."""
     removals: Operations = field(default_factory=Operations)
     """Removals of caches, with a separate limit: a long verify does not delay freeing space."""
     traffic: RequestTraffic = field(default_factory=RequestTraffic)

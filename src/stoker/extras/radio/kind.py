@@ -30,7 +30,7 @@ from stoker.extras.radio.demo import (
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.service.kinds import READ, Kind, Reading, Spec, check_row
-from stoker.sources.sql.databases import connect_read_only
+from stoker.sources.sql.databases import connect_read_only, driver
 from stoker.sources.sql.query import parse_database_url, sqlite_url
 from stoker.units import format_count
 
@@ -167,13 +167,12 @@ class RadioSet:
             )
         else:
             limits = f"-c statement_timeout={STATEMENT_MS} -c lock_timeout={STATEMENT_MS}"
-            options = f"{limits} -c default_transaction_read_only=on"
+            options = f"{address.options.get('options', '')} {limits} -c default_transaction_read_only=on"
+            psycopg = driver()
             engine = sa.create_engine(
-                sa.make_url(address.target).set(drivername="postgresql+psycopg"),
-                connect_args={
-                    "connect_timeout": 5,
-                    "options": options,
-                },
+                "postgresql+psycopg://",
+                # What was read from the URL: SQLAlchemy would read it in another way.
+                creator=lambda: psycopg.connect(address.target, connect_timeout=5, options=options.strip()),
                 poolclass=sa.NullPool,
             )
         try:

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +35,13 @@ class DatabaseURL:
 
     kind: Literal["sqlite", "postgresql"]
     target: str = field(repr=False)
-    """A file's path, or all that libpq needs, which may hold a password."""
+    """A file's path, or `options` as text for libpq (`host='db' port='5433'`), which may hold a password."""
     shown: str
     """The same for messages: neither user nor password nor options."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
     """Texts that must not appear in a message."""
+    options: Mapping[str, str] = field(default_factory=dict[str, str], repr=False, hash=False)
+    """Options of libpq by name: host, port, user, password, dbname, and those after `?`."""
 
     def hide(self, text: str) -> str:
         """`text` without what is secret."""
@@ -60,7 +62,8 @@ def parse_database_url(url: str | Path) -> DatabaseURL:
         url: A file (SQLite), `sqlite:///file`, or `postgresql://[user[:password]@]host[:port]/database`.
 
     Raises:
-        ConfigError: It is neither; the message does not repeat it, since it may hold a password.
+        ConfigError: It is neither, or two programs could read it in two ways; the message does not repeat it,
+            since it may hold a password.
     """
     if not isinstance(cast("object", url), str | Path):
         raise ConfigError(
@@ -83,20 +86,7 @@ def parse_database_url(url: str | Path) -> DatabaseURL:
             f"a database of kind {scheme!r} cannot be read",
             hint="Give a SQLite file, sqlite:///FILE or postgresql://HOST/DATABASE",
         )
-    try:
-        parts = urlsplit(f"postgresql://{rest}")
-        secrets = tuple(_secrets(parts.password, parts.query))
-    except ValueError:
-        raise ConfigError(
-            "the database's URL is malformed", hint="Expected postgresql://HOST:PORT/DATABASE"
-        ) from None
-    host = parts.netloc.rpartition("@")[2]
-    return DatabaseURL(
-        kind="postgresql",
-        target=f"postgresql://{rest}",
-        shown=f"postgresql://{host}{parts.path}",
-        secrets=secrets,
-    )
+    return _postgres(rest)
 
 
 def sqlite_url(path: str | Path) -> str:
@@ -125,11 +115,64 @@ def _sqlite(path: str) -> DatabaseURL:
     return DatabaseURL(kind="sqlite", target=path, shown=path)
 
 
-def _secrets(password: str | None, query: str) -> Iterator[str]:
-    """Passwords, as written and as meant; longest first, so that no part of one is left over."""
-    found = [password] if password else []
-    found += [value for name, value in parse_qsl(query) if name in _SECRET and value]
-    yield from sorted({*found, *map(unquote, found)}, key=len, reverse=True)
+# Programs disagree on a URL with an unescaped `@`, `/`, `?` or `#` in it: one connects to a host that another
+# did not see. So such a URL is refused, and the driver gets what was read here, never the URL.
+
+
+_HOST = re.compile(r"(?:\[([0-9A-Za-z:.%]+)\]|([^:\[\]]*))(?::([0-9]*))?")
+_MALFORMED = re.compile(r"%(?![0-9A-Fa-f]{2})|%00|[\x00-\x1f\x7f]")
+"""What no part of a URL may hold."""
+_OPTION = re.compile(r"[A-Za-z_]+")
+
+
+def _postgres(rest: str) -> DatabaseURL:
+    try:
+        parts = urlsplit(f"postgresql://{rest}")
+        if "#" in rest or "@" in parts.path + parts.query or _MALFORMED.search(rest):
+            raise ValueError
+        user, _, host = parts.netloc.rpartition("@")
+        raw = [*_of_netloc(user, host), ("dbname", parts.path.removeprefix("/")), *_of_query(parts.query)]
+        options = {name: unquote(value, errors="strict") for name, value in raw}
+    except ValueError:
+        raise ConfigError(
+            "the database's URL is malformed",
+            hint="Expected postgresql://HOST:PORT/DATABASE; within a name or a password write "
+            "% as %25, / as %2F, # as %23, ? as %3F, @ as %40 and : as %3A",
+        ) from None
+    if options.pop("ssl", "") == "true":  # as libpq reads it
+        options["sslmode"] = "require"
+    options = {name: value for name, value in options.items() if value}
+    secrets = {text for name, value in raw if name in _SECRET and value for text in (value, unquote(value))}
+    quoted = {name: re.sub(r"([\\'])", r"\\\1", value) for name, value in options.items()}
+    return DatabaseURL(
+        kind="postgresql",
+        target=" ".join(f"{name}='{value}'" for name, value in quoted.items()),
+        shown=f"postgresql://{host}{parts.path}",
+        secrets=tuple(sorted(secrets, key=len, reverse=True)),  # so that no part of one is left over
+        options=options,
+    )
+
+
+def _of_netloc(user: str, hosts: str) -> Iterator[tuple[str, str]]:
+    """Yield options, still escaped. libpq takes lists of hosts and of ports, separated by commas."""
+    name, _, password = user.partition(":")
+    yield from (("user", name), ("password", password))
+    found = [_HOST.fullmatch(one) for one in hosts.split(",")]
+    if not all(one and (not one[3] or 0 < int(one[3]) < 65536) for one in found):
+        raise ValueError
+    named = [(one[1] or one[2], one[3] or "") for one in found if one]
+    yield "host", ",".join(host for host, _ in named)
+    if any(port for _, port in named):
+        yield "port", ",".join(port for _, port in named)
+
+
+def _of_query(query: str) -> Iterator[tuple[str, str]]:
+    """Yield options, still escaped; of several with one name the last counts."""
+    for piece in query.split("&") if query else ():
+        name, equals, value = piece.partition("=")
+        if not equals or not _OPTION.fullmatch(name := unquote(name)):
+            raise ValueError
+        yield name, value
 
 
 # ----------------------------------------------------------------------------------------------------------
