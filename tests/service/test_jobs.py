@@ -325,6 +325,28 @@ def test_a_job_is_found_by_the_start_of_its_id(several: Jobs) -> None:
     assert listed(several, text=job.id[:13]) == [job.name]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "is_found"),
+    [
+        ({"tags": ("Night",)}, True),
+        ({"tags": ("night",)}, False),
+        ({"text": "NIGHT"}, True),
+        ({"text": "über"}, True),
+        ({"text": "ÜBER"}, True),
+    ],
+)
+def test_capitals_mean_the_same_on_both_databases(jobs: Jobs, chosen: dict, is_found: bool) -> None:
+    make(jobs, name="Über", tags=["Night"])
+
+    assert listed(jobs, **chosen) == ["Über"] * is_found
+
+
+def test_the_start_of_an_id_is_found_in_capitals(several: Jobs) -> None:
+    job = several.list()[1]
+
+    assert listed(several, text=job.id[:13].upper()) == [job.name]
+
+
 def test_name_and_tags_are_changed_in_any_state_and_told_once(jobs: Jobs, database: Database) -> None:
     job, _ = running(database, tags=["b", "a", "b"])
     assert (job.tags, jobs.tags()) == (["a", "b"], ["a", "b"])

@@ -84,7 +84,7 @@ def condition(chosen: JobFilter) -> sa.ColumnElement[bool]:
                 JOBS.c.name.icontains(text, autoescape=True),
                 JOBS.c.error.icontains(text, autoescape=True),
                 tags.icontains(text, autoescape=True),
-                JOBS.c.id.startswith(text, autoescape=True),
+                JOBS.c.id.istartswith(text, autoescape=True),
                 of_dataset,
             )
         )
