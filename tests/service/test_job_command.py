@@ -238,6 +238,8 @@ def test_data_sets_are_named_with_and_without_brackets(running: Running, at: lis
     made = job("submit", f"dataset_ids={given}", *at)
 
     assert made["dataset_ids"] == [known[name] for name in names]
+    again = job("clone", made["id"], f"dataset_ids={given}", "epochs=4", *at)
+    assert (again["dataset_ids"], again["total_epochs"]) == (made["dataset_ids"], 4)
 
 
 def test_a_folder_that_does_not_exist_is_named_before_anything_is_sent(at: list[str], tmp_path: Path) -> None:
