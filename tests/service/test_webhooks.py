@@ -25,6 +25,7 @@ from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
 from stoker.service.security import read_secret
 from stoker.service.server import ServeSettings, serve
+from stoker.service.services import counts
 from stoker.service.webhooks import Webhooks, check_webhook
 from tests.service.running import serving
 from tests.service.test_server import service
@@ -258,13 +259,31 @@ def test_a_webhook_that_fails_is_seen_at_the_machine_and_in_the_metrics_and_degr
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://h/x", "https:///x", "h/x", "https://u:p@h/x", "https://h:0x/", "https://h/#a", "https://h/ x"],
+    [
+        "ftp://h/x",
+        "https:///x",
+        "h/x",
+        "https://u:p@h/x",
+        "https://h:0x/",
+        "https://h/#a",
+        "https://h/ x",
+        "https://[::1/x",
+        "https://h/ü",
+        "https://hütte/x",
+    ],
 )
 def test_a_url_that_cannot_be_posted_to_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_webhook(url)
 
     assert url not in str(refused.value)
+
+
+def test_a_quote_in_the_name_of_a_host_ends_no_label_of_the_metrics(embedded: Database) -> None:
+    found = Webhooks(embedded, ['https://a"b/x'], None)
+    name, kind, values = next(found.figures())
+
+    assert [*counts(name, kind, "webhook", values)][1] == name + r'{webhook="1 a\"b"} 0'
 
 
 def test_a_secret_without_webhooks_or_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -59,17 +59,20 @@ def check_webhook(url: str) -> str:
     """Return a valid URL of a receiver.
 
     Raises:
-        ConfigError: It is not an http or https URL of a host, or has a user name or a fragment.
+        ConfigError: It is not an http or https URL of a host in ASCII, or has a user name or a fragment.
     """
-    parts = urlsplit(url)
+    host = None
     try:
-        is_valid = bool(parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0)
-    except ValueError:  # a port that is not a number
+        parts = urlsplit(url)
+        host = parts.hostname
+        is_valid = bool(parts.scheme in ("http", "https") and host and (parts.port or 1) > 0)
+        is_valid = is_valid and not parts.fragment and parts.username is None
+    except ValueError:  # a port that is not a number, or half an IPv6 address
         is_valid = False
-    if not is_valid or parts.fragment or parts.username is not None or not url.isprintable() or " " in url:
+    if not is_valid or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(
-            f"--webhook names {parts.hostname or 'no host'} in a URL that cannot be used",
-            hint="Expected https://HOST/PATH without user name and fragment; "
+            f"--webhook names {host or 'no host'} in a URL that cannot be used",
+            hint="Expected https://HOST/PATH in ASCII without user name and fragment; "
             "--webhook-secret-file lets the receiver check the sender",
         )
     return url
