@@ -177,6 +177,18 @@ def test_a_delivery_that_is_refused_for_good_is_dropped_and_the_next_one_is_sent
     assert "the secret of" not in caplog.text
 
 
+def test_nothing_is_told_of_a_receiver_when_its_last_delivery_was_dropped(
+    database: Database, receiver: Receiver, start: Callable[..., Webhooks]
+) -> None:
+    receiver.answers = [410] * webhooks.REFUSALS
+    found = start(receiver.url)
+    Jobs(database).create({}, name="a", epochs=1)
+    wait_for(lambda: figures(found)["stoker_webhook_dropped_total"] == 1)
+    wait_for(lambda: not found.troubles())
+
+    assert len(receiver.got) == webhooks.REFUSALS
+
+
 def test_an_old_change_that_fails_is_dropped(
     database: Database, receiver: Receiver, start: Callable[..., Webhooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ class Webhook:
                     return
                 self._place = event.number
                 self._outbox.move_cursor(self._cursor, event.number)
-        self.oldest = None
+        self.oldest = self.why = None  # nothing waits, also where the last one was dropped
         self._place = max(self._place, newest)  # other events need not be searched again
 
     def _deliver(self, event: Event, stopping: threading.Event) -> bool:
