@@ -189,6 +189,29 @@ def test_nothing_is_told_of_a_receiver_when_its_last_delivery_was_dropped(
     assert len(receiver.got) == webhooks.REFUSALS
 
 
+def test_an_unknown_error_is_logged_and_the_delivery_is_tried_again(
+    database: Database,
+    receiver: Receiver,
+    start: Callable[..., Webhooks],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask, errors = webhooks.HttpClient.ask, [RuntimeError(receiver.url)] * 2
+
+    def fail_first(*given: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return ask(*given, **named)
+
+    monkeypatch.setattr(webhooks.HttpClient, "ask", fail_first)
+    start(receiver.url)
+    Jobs(database).create({}, name="a", epochs=1)
+    wait_for(lambda: receiver.events == ["queued"])
+
+    assert "RuntimeError" in caplog.text
+    assert "a-secret-path" not in caplog.text
+
+
 def test_an_old_change_that_fails_is_dropped(
     database: Database, receiver: Receiver, start: Callable[..., Webhooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

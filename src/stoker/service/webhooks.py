@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from traceback import format_exc
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -108,6 +109,9 @@ class Webhook:
                 self.send_new(stopping)
             except (DegradedError, ResourceError) as error:
                 log.warning("webhook %s waits: %s", self.name, str(error).replace(self._url, self.name))
+            except Exception:  # noqa: BLE001 - the edge of the thread: without it nothing is sent
+                log.error("webhook %s: %s", self.name, format_exc().replace(self._url, self.name))
+                stopping.wait(PAUSES.longest_s)
 
     def send_new(self, stopping: threading.Event) -> None:
         """Send all changes that were not sent yet.
