@@ -364,6 +364,15 @@ def test_name_and_tags_are_changed_in_any_state_and_told_once(jobs: Jobs, databa
         jobs.change("none", name="n")
 
 
+def test_the_tags_of_the_newest_jobs_are_listed(jobs: Jobs) -> None:
+    for tags in (["old"], ["b", "c"], ["a"], []):
+        make(jobs, tags=tags)
+
+    assert jobs.tags() == ["a", "b", "c", "old"]
+    assert jobs.tags(limit=2) == ["a", "b"]
+    assert jobs.tags(limit=3) == ["a", "b", "c"]
+
+
 def test_tags_that_are_added_at_the_same_time_are_all_kept(jobs: Jobs) -> None:
     job = make(jobs)
     with ThreadPoolExecutor(8) as pool:
