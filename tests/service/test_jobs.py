@@ -15,6 +15,7 @@ from stoker.service.database import DATASETS, MOVES, Database, Outbox, State, be
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
 from stoker.service.listing import JobFilter
+from stoker.service.views import took
 
 
 @pytest.fixture
@@ -317,6 +318,18 @@ def test_a_list_is_searched_filtered_and_sorted(several: Jobs, chosen: dict, nam
 def test_jobs_that_never_ran_are_the_last_by_duration(several: Jobs) -> None:
     for sort in ("duration", "-duration"):
         assert listed(several, sort=sort)[2:] == ["make cells", "gamma_100%"]
+
+
+def test_a_paused_job_has_no_duration_to_sort_by(jobs: Jobs, database: Database) -> None:
+    ended = completed(database)
+    paused, attempt = running(database, name="paused")
+    jobs.pause(paused.id)
+    JobQueue(database).finish(attempt, Outcome(state=State.PAUSED), lines=[], position=1)
+    runs, _ = running(database, name="runs")
+
+    assert [took(jobs.get(id), time.time()) == "–" for id in (ended.id, paused.id, runs.id)] == [0, 1, 0]
+    for sort in ("duration", "-duration"):
+        assert listed(jobs, sort=sort)[2] == "paused"
 
 
 def test_a_job_is_found_by_the_start_of_its_id(several: Jobs) -> None:
