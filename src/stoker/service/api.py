@@ -520,12 +520,6 @@ def inspect_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
     return DatasetOut.of(services.datasets.inspect(dataset_id))
 
 
-@datasets_router.get("/synthetic/datasets/{dataset_id}/validate", include_in_schema=False)
-def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
-    """Return the report of a check made now without storing it: a GET changes nothing."""
-    return DatasetOut.of(services.datasets.checked(dataset_id))
-
-
 @datasets_router.post(
     "/datasets/{dataset_id}/validate",
     response_model=DatasetOut,
