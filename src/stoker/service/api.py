@@ -844,7 +844,7 @@ class LoginCode(BaseModel):
 
 @health_router.get("/health")
 async def get_health(services: ServicesDep) -> Health:
-    """Return True if the service works. This is the only address that needs no token."""
+    """Return `ok` or `degraded`; needs no token."""
     return Health(status="degraded" if services.degraded else "ok")
 
 
@@ -865,7 +865,7 @@ def get_prometheus(services: ServicesDep) -> PlainTextResponse:
     "/ready", responses={**error_responses(), 503: {"model": Ready, "description": "Degraded."}}
 )
 def get_ready(services: ServicesDep, response: Response) -> Ready:
-    """Return True if jobs can be created and run."""
+    """Return `ready`, with the number of jobs, or `degraded` with the reason and status 503."""
     jobs, error = None, services.degraded
     try:
         jobs = services.jobs.count()
