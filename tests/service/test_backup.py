@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from stoker.service.client import Client
+from stoker.service.services import open_services
 from tests.service.test_server import service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "service-backup.md"
 
 
@@ -37,6 +37,40 @@ def until(met: Callable[[], Any]) -> Any:
     return found
 
 
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A state folder without jobs."""
+    found = tmp_path / "state"
+    open_services(found).database.close()
+    return found
+
+
+def test_a_backup_without_jobs_has_none(tmp_path: Path, state: Path) -> None:
+    typed("Back up", tmp_path, "sqlite")
+
+    assert not [*(tmp_path / "backup" / "jobs").iterdir()]
+    assert (tmp_path / "backup" / "stoker.db").exists()
+    assert state.exists()
+
+
+def test_a_checkpoint_that_cannot_be_copied_ends_the_backup_with_the_error(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (state / "jobs" / "a" / "checkpoints").mkdir(parents=True)
+    full = tmp_path / "bin" / "cp"
+    full.parent.mkdir()
+    full.write_text("#!/bin/sh\necho 'cp: No space left on device' >&2\nexit 1\n")
+    full.chmod(0o755)
+    monkeypatch.setenv("PATH", str(full.parent), prepend=":")
+
+    with pytest.raises(subprocess.CalledProcessError):
+        typed("Back up", tmp_path, "sqlite")
+
+    assert "No space left" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_backup_of_a_running_service_is_restored_with_all_jobs(
     tmp_path: Path, url: str, request: pytest.FixtureRequest
 ) -> None:

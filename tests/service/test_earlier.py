@@ -137,6 +137,24 @@ def test_data_sets_under_their_earlier_address(asking: Asking) -> None:
     assert asking("POST", f"{API}/synthetic/datasets", {}).status >= 404, "nothing is registered there"
 
 
+def test_a_get_checks_a_data_set_and_changes_nothing(here: Services, app: Any, asking: Asking) -> None:
+    spec = RadioSpec(rows=20, seed=5)
+    write_radio(f"sqlite:///{here.folder.data / 'checked.db'}", spec)
+    body = {"kind": "radio", "name": "checked", "set": str(spec.dataset_id)}
+    url = f"sqlite:///{here.folder.data / 'checked.db'}"
+    assert asking("POST", f"{API}/datasets", {**body, "url": url}).status == 201
+    before = here.datasets.get("checked")
+
+    path = "/synthetic/datasets/checked/validate"
+    answers = [asking("GET", prefix + path) for prefix in (API, "/api/training")]
+
+    assert [(one.status, one.json()["name"], bool(one.json()["report"])) for one in answers] == [
+        (200, "checked", True)
+    ] * 2
+    assert here.datasets.get("checked") == before
+    assert ask(app, "GET", API + path).status == 401
+
+
 @pytest.mark.parametrize(
     "path",
     ["/api/trainings/jobs", "/api/training2", f"{API}2", f"{JOBS}s", "/x/api/training/jobs", "/static/x"],

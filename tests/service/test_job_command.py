@@ -219,9 +219,30 @@ def test_a_job_is_found_behind_the_first_page(running: Running, monkeypatch: pyt
     client = Client(running.address, running.token)
     made = client.submit({"job_name": "the oldest of three", "config": CONFIG})["id"]
     for _ in range(2):
-        client.submit({"config": CONFIG})
+        client.submit({"job_name": "younger than the oldest of three", "config": CONFIG})
 
     assert find_job(client, "the oldest of three") == made
+
+
+def test_jobs_that_cannot_be_meant_are_not_downloaded(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Client(running.address, running.token)
+    made = client.submit({"job_name": "sought", "config": CONFIG})["id"]
+    client.submit({"config": CONFIG})
+    asked, sent = client.jobs, list[str]()
+
+    def jobs(**chosen: Any) -> Any:
+        page = asked(**chosen)
+        sent.extend(one["id"] for one in page["jobs"])
+        return page
+
+    monkeypatch.setattr(client, "jobs", jobs)
+
+    assert find_job(client, "sought") == made
+    assert sent == [made]
+    with pytest.raises(NotFoundError):
+        find_job(client, "x" * 300)
 
 
 @pytest.mark.parametrize("given", ["2026-01-01", "[2026-01-01]", "2026-01-01,5e3", "[2026-01-01, 5e3]"])
@@ -238,6 +259,8 @@ def test_data_sets_are_named_with_and_without_brackets(running: Running, at: lis
     made = job("submit", f"dataset_ids={given}", *at)
 
     assert made["dataset_ids"] == [known[name] for name in names]
+    again = job("clone", made["id"], f"dataset_ids={given}", "epochs=4", *at)
+    assert (again["dataset_ids"], again["total_epochs"]) == (made["dataset_ids"], 4)
 
 
 def test_a_folder_that_does_not_exist_is_named_before_anything_is_sent(at: list[str], tmp_path: Path) -> None:

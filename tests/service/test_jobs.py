@@ -15,6 +15,7 @@ from stoker.service.database import DATASETS, MOVES, Database, Outbox, State, be
 from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
 from stoker.service.listing import JobFilter
+from stoker.service.views import took
 
 
 @pytest.fixture
@@ -319,10 +320,44 @@ def test_jobs_that_never_ran_are_the_last_by_duration(several: Jobs) -> None:
         assert listed(several, sort=sort)[2:] == ["make cells", "gamma_100%"]
 
 
+def test_a_paused_job_has_no_duration_to_sort_by(jobs: Jobs, database: Database) -> None:
+    ended = completed(database)
+    paused, attempt = running(database, name="paused")
+    jobs.pause(paused.id)
+    JobQueue(database).finish(attempt, Outcome(state=State.PAUSED), lines=[], position=1)
+    runs, _ = running(database, name="runs")
+
+    assert [took(jobs.get(id), time.time()) == "–" for id in (ended.id, paused.id, runs.id)] == [0, 1, 0]
+    for sort in ("duration", "-duration"):
+        assert listed(jobs, sort=sort)[2] == "paused"
+
+
 def test_a_job_is_found_by_the_start_of_its_id(several: Jobs) -> None:
     job = several.list()[1]
 
     assert listed(several, text=job.id[:13]) == [job.name]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_found"),
+    [
+        ({"tags": ("Night",)}, True),
+        ({"tags": ("night",)}, False),
+        ({"text": "NIGHT"}, True),
+        ({"text": "über"}, True),
+        ({"text": "ÜBER"}, True),
+    ],
+)
+def test_capitals_mean_the_same_on_both_databases(jobs: Jobs, chosen: dict, is_found: bool) -> None:
+    make(jobs, name="Über", tags=["Night"])
+
+    assert listed(jobs, **chosen) == ["Über"] * is_found
+
+
+def test_the_start_of_an_id_is_found_in_capitals(several: Jobs) -> None:
+    job = several.list()[1]
+
+    assert listed(several, text=job.id[:13].upper()) == [job.name]
 
 
 def test_name_and_tags_are_changed_in_any_state_and_told_once(jobs: Jobs, database: Database) -> None:
@@ -340,6 +375,15 @@ def test_name_and_tags_are_changed_in_any_state_and_told_once(jobs: Jobs, databa
     assert events == [{"name": "other", "tags": ["b", "c"]}, {"name": "other", "tags": []}]
     with pytest.raises(NotFoundError):
         jobs.change("none", name="n")
+
+
+def test_the_tags_of_the_newest_jobs_are_listed(jobs: Jobs) -> None:
+    for tags in (["old"], ["b", "c"], ["a"], []):
+        make(jobs, tags=tags)
+
+    assert jobs.tags() == ["a", "b", "c", "old"]
+    assert jobs.tags(limit=2) == ["a", "b"]
+    assert jobs.tags(limit=3) == ["a", "b", "c"]
 
 
 def test_tags_that_are_added_at_the_same_time_are_all_kept(jobs: Jobs) -> None:

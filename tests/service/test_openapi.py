@@ -189,6 +189,14 @@ def test_what_the_client_says_of_an_answer_is_in_it(row: Any, model: type[BaseMo
     assert {*row.__annotations__} <= {*model.model_fields}
 
 
+def test_the_description_is_made_once(here: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(here)
+    before = app.openapi()
+    monkeypatch.delattr(Path, "read_text")
+
+    assert app.openapi() == before
+
+
 def test_examples_fit_their_models() -> None:
     models = {one.__name__: one for one in BaseModel.__subclasses__() if "stoker.service" in one.__module__}
 

@@ -21,6 +21,7 @@ from stoker.run.demo import BurgersSpec, write_burgers
 from stoker.service import pages, views
 from stoker.service.client import Client
 from stoker.service.database import WAITING_STATES, Event, State
+from stoker.service.datasets import Datasets
 from stoker.service.jobs import JobAttempt, JobQueue, Outcome
 from stoker.service.journal import Line
 from stoker.service.models import OperationOut
@@ -354,6 +355,23 @@ def test_the_form_of_a_clone_has_the_settings_of_its_job(running: Running, brows
     making = jobs.create({}, name="make", epochs=1, kind="generation")[0].id
     assert browser.get(f"/jobs/new?clone={making}").status_code == 422
     assert browser.get("/jobs/new?clone=none").status_code == 404
+
+
+def test_a_clone_of_a_job_with_an_old_data_set_offers_it(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = "00000000-0000-4000-8000-0000000000ad"
+    note_radio(running.services, id, "old")
+    job = running.services.jobs.create(CONFIG, name="a", epochs=1, dataset_ids=[id])[0]
+    listed = Datasets.list
+    monkeypatch.setattr(Datasets, "list", lambda *a, **k: listed(*a, **k, offset=500))
+
+    for query in (f"clone={job.id}", f"dataset={id}"):
+        text = browser.get(f"/jobs/new?{query}").text
+        assert "was removed from the list" not in text
+        assert f'<option value="{id}" selected' in text
+    assert browser.get("/jobs/new?dataset=nothing").status_code == 200
+    assert browser.get("/jobs/new").status_code == 200
 
 
 def test_vendored_scripts_come_with_their_licences() -> None:

@@ -25,6 +25,7 @@ from stoker.service.jobs import JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
 from stoker.service.security import read_secret
 from stoker.service.server import ServeSettings, serve
+from stoker.service.services import counts
 from stoker.service.webhooks import Webhooks, check_webhook
 from tests.service.running import serving
 from tests.service.test_server import service
@@ -176,6 +177,41 @@ def test_a_delivery_that_is_refused_for_good_is_dropped_and_the_next_one_is_sent
     assert "the secret of" not in caplog.text
 
 
+def test_nothing_is_told_of_a_receiver_when_its_last_delivery_was_dropped(
+    database: Database, receiver: Receiver, start: Callable[..., Webhooks]
+) -> None:
+    receiver.answers = [410] * webhooks.REFUSALS
+    found = start(receiver.url)
+    Jobs(database).create({}, name="a", epochs=1)
+    wait_for(lambda: figures(found)["stoker_webhook_dropped_total"] == 1)
+    wait_for(lambda: not found.troubles())
+
+    assert len(receiver.got) == webhooks.REFUSALS
+
+
+def test_an_unknown_error_is_logged_and_the_delivery_is_tried_again(
+    database: Database,
+    receiver: Receiver,
+    start: Callable[..., Webhooks],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask, errors = webhooks.HttpClient.ask, [RuntimeError(receiver.url)] * 2
+
+    def fail_first(*given: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return ask(*given, **named)
+
+    monkeypatch.setattr(webhooks.HttpClient, "ask", fail_first)
+    start(receiver.url)
+    Jobs(database).create({}, name="a", epochs=1)
+    wait_for(lambda: receiver.events == ["queued"])
+
+    assert "RuntimeError" in caplog.text
+    assert "a-secret-path" not in caplog.text
+
+
 def test_an_old_change_that_fails_is_dropped(
     database: Database, receiver: Receiver, start: Callable[..., Webhooks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,13 +294,31 @@ def test_a_webhook_that_fails_is_seen_at_the_machine_and_in_the_metrics_and_degr
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://h/x", "https:///x", "h/x", "https://u:p@h/x", "https://h:0x/", "https://h/#a", "https://h/ x"],
+    [
+        "ftp://h/x",
+        "https:///x",
+        "h/x",
+        "https://u:p@h/x",
+        "https://h:0x/",
+        "https://h/#a",
+        "https://h/ x",
+        "https://[::1/x",
+        "https://h/ü",
+        "https://hütte/x",
+    ],
 )
 def test_a_url_that_cannot_be_posted_to_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_webhook(url)
 
     assert url not in str(refused.value)
+
+
+def test_a_quote_in_the_name_of_a_host_ends_no_label_of_the_metrics(embedded: Database) -> None:
+    found = Webhooks(embedded, ['https://a"b/x'], None)
+    name, kind, values = next(found.figures())
+
+    assert [*counts(name, kind, "webhook", values)][1] == name + r'{webhook="1 a\"b"} 0'
 
 
 def test_a_secret_without_webhooks_or_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -715,17 +715,23 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 
 def _read_pairs(words: list[str], example: str = "epochs=20") -> dict[str, Any]:
-    """Return KEY=VALUE words by key; values are read as YAML."""
+    """Return KEY=VALUE words by key; values are read as YAML, and `dataset_ids` is always a list."""
     import yaml
 
     if odd := [word for word in words if "=" not in word]:
         raise ConfigError(f"expected KEY=VALUE, found {odd[0]!r}", hint=f"As {example}")
+    texts = dict(word.split("=", 1) for word in words)
     try:
-        return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
+        found: dict[str, Any] = {key: yaml.safe_load(text) for key, text in texts.items()}
     except yaml.YAMLError as error:
         raise ConfigError(
             f"a setting cannot be read: {' '.join(str(error).split())}", hint="Expected KEY=VALUE"
         ) from None
+    if isinstance(found.get("dataset_ids"), list):
+        found["dataset_ids"] = [str(one) for one in found["dataset_ids"]]
+    elif "dataset_ids" in found:  # names without brackets, which may look like numbers or dates
+        found["dataset_ids"] = [name.strip() for name in texts["dataset_ids"].split(",")]
+    return found
 
 
 def _body(words: list[str]) -> dict[str, Any]:
@@ -739,13 +745,9 @@ def _body(words: list[str]) -> dict[str, Any]:
         )
     try:
         found = yaml.safe_load(sys.stdin if files == ["-"] else Path(files[0]).read_text()) if files else {}
-        given = {k: yaml.safe_load(v) for k, _, v in (word.partition("=") for word in words if "=" in word)}
-        names = next((v for k, _, v in (word.partition("=") for word in words) if k == "dataset_ids"), "")
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(
-            f"{files[0] if files else 'a setting'} cannot be read: {why}", hint="Expected JSON or YAML"
-        ) from None
+        raise ConfigError(f"{files[0]} cannot be read: {why}", hint="Expected JSON or YAML") from None
     if not isinstance(found, dict):
         raise ConfigError(
             f"{files[0]} holds no settings by name", hint="Expected an object with dataset_ids, epochs, ..."
@@ -758,10 +760,7 @@ def _body(words: list[str]) -> dict[str, Any]:
             f"{files[0]}: config is {body['config']!r}",
             hint="Expected an object with dataset_ids, epochs, ...",
         )
-    if isinstance(given.get("dataset_ids", []), list):
-        given |= {k: [str(one) for one in v] for k, v in given.items() if k == "dataset_ids"}
-    else:  # names without brackets, which may look like numbers or dates
-        given["dataset_ids"] = [name.strip() for name in names.split(",")]
+    given = _read_pairs([word for word in words if "=" in word])
     return {**body, "config": {**body["config"], **given}}
 
 

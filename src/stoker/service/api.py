@@ -520,12 +520,6 @@ def inspect_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
     return DatasetOut.of(services.datasets.inspect(dataset_id))
 
 
-@datasets_router.get("/synthetic/datasets/{dataset_id}/validate", include_in_schema=False)
-def report_of_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
-    """Return the report of a check made now without storing it: a GET changes nothing."""
-    return DatasetOut.of(services.datasets.checked(dataset_id))
-
-
 @datasets_router.post(
     "/datasets/{dataset_id}/validate",
     response_model=DatasetOut,
@@ -853,7 +847,7 @@ class LoginCode(BaseModel):
 
 @health_router.get("/health")
 async def get_health(services: ServicesDep) -> Health:
-    """Return True if the service works. This is the only address that needs no token."""
+    """Return `ok` or `degraded`; needs no token."""
     return Health(status="degraded" if services.degraded else "ok")
 
 
@@ -874,7 +868,7 @@ def get_prometheus(services: ServicesDep) -> PlainTextResponse:
     "/ready", responses={**error_responses(), 503: {"model": Ready, "description": "Degraded."}}
 )
 def get_ready(services: ServicesDep, response: Response) -> Ready:
-    """Return True if jobs can be created and run."""
+    """Return `ready`, with the number of jobs, or `degraded` with the reason and status 503."""
     jobs, error = None, services.degraded
     try:
         jobs = services.jobs.count()

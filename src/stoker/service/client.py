@@ -35,6 +35,7 @@ SILENCE_S = 60.0
 PIECE_BYTES = 1 << 20
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 PAGE_JOBS = 500
+MAX_SEARCH = 200
 METRICS_CSV = "metrics.csv"
 """What was measured, as a file."""
 IS_IT = ". Is it a Stoker service?"
@@ -428,7 +429,7 @@ def find_job(client: Client, text: str) -> str:
     found: list[JobRow] = []
     offset, total = 0, 1
     while text and offset < total:
-        page = client.jobs(limit=PAGE_JOBS, offset=offset)
+        page = client.jobs(search=text[:MAX_SEARCH], limit=PAGE_JOBS, offset=offset)
         found += [one for one in page["jobs"] if one["id"].startswith(text) or one["job_name"] == text]
         offset, total = offset + PAGE_JOBS, page["total"]
     rows = {one["id"]: one for one in found}  # jobs made meanwhile move others to the next page

@@ -611,8 +611,11 @@ class Database:
 
     def _on_connect(self, connection: Any, _record: object) -> None:
         raw: sqlite3.Connection = connection
-        for pragma in (f"journal_mode={self._journal}", "synchronous=FULL", "foreign_keys=ON"):
+        journal = f"journal_mode={self._journal}"
+        for pragma in (journal, "synchronous=FULL", "foreign_keys=ON", "case_sensitive_like=ON"):
             raw.execute(f"PRAGMA {pragma}")
+        # SQLite's own changes only ASCII; with this and the last pragma, searches find what PostgreSQL's do.
+        raw.create_function("lower", 1, _lower, deterministic=True)
         started = time.monotonic()
 
         def watch(statement: str) -> None:
@@ -621,6 +624,10 @@ class Database:
 
         raw.set_trace_callback(watch)
         raw.set_progress_handler(lambda: time.monotonic() - started > self._statement_s, _STEPS)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _on_begin(connection: sa.Connection) -> None:

@@ -191,11 +191,14 @@ class Jobs:
         with self._database.reading() as connection:
             return connection.execute(query).scalar_one()
 
-    def tags(self) -> list[str]:
-        """Return the tags of all jobs, each once, in alphabetical order."""
-        query = sa.select(JOBS.c.tags).where(sa.type_coerce(JOBS.c.tags, sa.Text) > "").distinct()
+    def tags(self, *, limit: int = 500) -> list[str]:
+        """Return the tags of all jobs, or `limit` of the newest, each once, in alphabetical order."""
+        used = sa.type_coerce(JOBS.c.tags, sa.Text) > ""
+        query = sa.select(JOBS.c.tags).where(used).group_by(JOBS.c.tags).limit(limit)
+        newest = query.order_by(sa.func.max(JOBS.c.number).desc())
         with self._database.reading() as connection:
-            return sorted({tag for tags in connection.execute(query).scalars() for tag in tags})
+            rows = connection.execute(newest).scalars()
+            return sorted([*dict.fromkeys(tag for tags in rows for tag in tags)][:limit])
 
     def counts(self) -> dict[State, int]:
         """Return the number of jobs in each state."""

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError
-from stoker.service.database import DATASETS, JOBS, State
+from stoker.service.database import DATASETS, HELD_STATES, JOBS, State
 
 Sort = Literal[
     "created", "-created", "name", "-name", "state", "-state", "loss", "-loss", "duration", "-duration"
@@ -84,7 +84,7 @@ def condition(chosen: JobFilter) -> sa.ColumnElement[bool]:
                 JOBS.c.name.icontains(text, autoescape=True),
                 JOBS.c.error.icontains(text, autoescape=True),
                 tags.icontains(text, autoescape=True),
-                JOBS.c.id.startswith(text, autoescape=True),
+                JOBS.c.id.istartswith(text, autoescape=True),
                 of_dataset,
             )
         )
@@ -98,7 +98,8 @@ def order(sort: Sort, wall: sa.ColumnElement[float]) -> Sequence[sa.ColumnElemen
         sort: The order.
         wall: `Database.wall`.
     """
-    took = sa.func.coalesce(JOBS.c.ended, wall) - JOBS.c.started
+    end = sa.case((JOBS.c.state.in_(tuple(HELD_STATES)), wall), else_=JOBS.c.ended)
+    took = end - JOBS.c.started  # as `views.took`
     columns: Mapping[str, sa.ColumnElement[object]] = {
         "created": JOBS.c.number,
         "name": sa.func.lower(JOBS.c.name),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -296,6 +297,7 @@ PROMETHEUS = (
 )
 
 
+@cache
 def read_examples() -> dict[str, list[dict[str, Any]]]:
     """Return examples of the bodies of requests and responses, by the name of the model."""
     return json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))

@@ -293,12 +293,18 @@ def show_form(
     values = dict[str, Any](origin.config if origin else {})
     known = services.datasets.list(limit=500)
     chosen = origin.dataset_ids if origin else [dataset or (known[0].id if known else "")]
+    try:
+        used, is_gone = services.datasets.resolve(chosen), False
+    except NotFoundError:
+        used, is_gone = [], origin is not None
+    listed = {one.id for one in known}
+    known += [one for one in used if one.id not in listed]
     first, more = form_fields({**values, "epochs": origin.epochs} if origin else {})
     settings = settings_fields(values.get("settings") or {}, encoders=bool(services.access.encoders))
     return page(
         request, "new.html", title="New job", first=first, more=more, settings=settings, origin=origin,
         datasets=[(one, dataset_label(one)) for one in known], chosen=[*chosen],
-        is_gone=bool(origin) and not {one.id for one in known} >= {*chosen},
+        is_gone=is_gone,
     )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ def create_app(services: Services) -> FastAPI:
         lifespan=running,
     )
     app.state.services = services
-    load_extension("service.earlier")(app)  # first: `/jobs/synthetic` is not a job
+    # Always, since clients of the earlier service need no setting. First: `/jobs/synthetic` is not a job.
+    load_extension("service.earlier")(app)
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
     for router in (
         api.jobs_router, api.live_router, api.datasets_router, api.caches_router, api.machine_router,

@@ -84,7 +84,7 @@ def counts(
     if found:
         yield f"# TYPE {name} {kind}"
     for value, count in found.items():
-        yield f'{name}{{{label}="{value}"}} {count}'
+        yield f'{name}{{{label}="{_label(str(value))}"}} {count}'
 
 
 # ----------------------------------------------------------------------------------------------------------

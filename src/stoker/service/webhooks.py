@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from traceback import format_exc
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -59,17 +60,20 @@ def check_webhook(url: str) -> str:
     """Return a valid URL of a receiver.
 
     Raises:
-        ConfigError: It is not an http or https URL of a host, or has a user name or a fragment.
+        ConfigError: It is not an http or https URL of a host in ASCII, or has a user name or a fragment.
     """
-    parts = urlsplit(url)
+    host = None
     try:
-        is_valid = bool(parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0)
-    except ValueError:  # a port that is not a number
+        parts = urlsplit(url)
+        host = parts.hostname
+        is_valid = bool(parts.scheme in ("http", "https") and host and (parts.port or 1) > 0)
+        is_valid = is_valid and not parts.fragment and parts.username is None
+    except ValueError:  # a port that is not a number, or half an IPv6 address
         is_valid = False
-    if not is_valid or parts.fragment or parts.username is not None or not url.isprintable() or " " in url:
+    if not is_valid or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(
-            f"--webhook names {parts.hostname or 'no host'} in a URL that cannot be used",
-            hint="Expected https://HOST/PATH without user name and fragment; "
+            f"--webhook names {host or 'no host'} in a URL that cannot be used",
+            hint="Expected https://HOST/PATH in ASCII without user name and fragment; "
             "--webhook-secret-file lets the receiver check the sender",
         )
     return url
@@ -105,6 +109,9 @@ class Webhook:
                 self.send_new(stopping)
             except (DegradedError, ResourceError) as error:
                 log.warning("webhook %s waits: %s", self.name, str(error).replace(self._url, self.name))
+            except Exception:  # noqa: BLE001 - the edge of the thread: without it nothing is sent
+                log.error("webhook %s: %s", self.name, format_exc().replace(self._url, self.name))
+                stopping.wait(PAUSES.longest_s)
 
     def send_new(self, stopping: threading.Event) -> None:
         """Send all changes that were not sent yet.
@@ -121,7 +128,7 @@ class Webhook:
                     return
                 self._place = event.number
                 self._outbox.move_cursor(self._cursor, event.number)
-        self.oldest = None
+        self.oldest = self.why = None  # nothing waits, also where the last one was dropped
         self._place = max(self._place, newest)  # other events need not be searched again
 
     def _deliver(self, event: Event, stopping: threading.Event) -> bool:

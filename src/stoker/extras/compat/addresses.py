@@ -1,8 +1,8 @@
 """Addresses of the earlier training service that its clients still use.
 
-A request to a renamed address is sent to the new one (`LegacyAddresses`), so each route exists once. What
-the earlier service had and this one lacks answers 410 and names the replacement. Both are behind the same
-guard as every other address.
+A request to a renamed address is sent to the new one (`LegacyAddresses`), so each route exists once; only the
+check of a data set by GET is a route of its own. What the earlier service had and this one lacks answers 410
+and names the replacement. All are behind the same guard as every other address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stoker.service.models import error_body
+from stoker.service.api import DatasetId
+from stoker.service.models import DatasetOut, error_body
+from stoker.service.services import ServicesDep
 
 JOBS = "/api/v1/jobs/training"
 """Address of jobs in the second API."""
@@ -108,7 +110,15 @@ def add_earlier_addresses(app: FastAPI) -> None:
         _refuse(app, path, way, _ANY)
     for path, method in (("", "PATCH"), ("/repair", "POST")):
         _refuse(app, f"{_API}/synthetic/datasets/{{dataset_id}}{path}", _NO_CHANGES, [method])
+    app.add_api_route(
+        f"{_API}/synthetic/datasets/{{dataset_id}}/validate", _check_dataset, include_in_schema=False
+    )
     app.add_middleware(LegacyAddresses)
+
+
+def _check_dataset(dataset_id: DatasetId, services: ServicesDep) -> DatasetOut:
+    """Return the report of a check made now without storing it: a GET changes nothing."""
+    return DatasetOut.of(services.datasets.checked(dataset_id))
 
 
 def _refuse(app: FastAPI, path: str, way: str, methods: list[str]) -> None:
