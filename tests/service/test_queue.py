@@ -180,6 +180,20 @@ def test_what_was_read_of_a_job_and_its_best_epoch_are_kept(embedded: Database) 
     assert Jobs(embedded).get(id) == ended
 
 
+@pytest.mark.parametrize("last", [{}, {"tier": ""}, {"tier": None}])
+def test_a_tier_that_is_known_stays(embedded: Database, last: dict) -> None:
+    (id,) = make(embedded)
+    queue = JobQueue(embedded)
+    attempt = queue.take("w")
+
+    queue.report(attempt, [Line(kind="metrics", data={**EPOCH.data, "tier": "host"})], 1)
+    queue.report(attempt, [Line(kind="stall", data=last)], 2)
+    both = [Line(kind="stall", data={"tier": "disk"}), Line(kind="stall", data=last)]
+    queue.finish(attempt, DONE, lines=both, position=3)
+
+    assert Jobs(embedded).get(id).tier == "disk"
+
+
 def test_a_lost_job_waits_twice_as_long_each_time(embedded: Database) -> None:
     make(embedded)
     queue = impatient(embedded, backoff_s=1000.0)

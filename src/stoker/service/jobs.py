@@ -797,7 +797,9 @@ def _shown(lines: Sequence[Line]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     measured: list[tuple[int, float]] = []
     for line in lines:
-        values.update({name: line.data[name] for name in SHOWN if name in line.data})
+        shown = {name: line.data[name] for name in SHOWN if name in line.data}
+        # An interval without batches has no tier; the job keeps its last one.
+        values.update({name: value for name, value in shown.items() if value or name != "tier"})
         epoch, loss = line.data.get("epoch"), line.data.get("val_loss")
         if line.kind == "metrics" and isinstance(epoch, int):
             measured.append((epoch, float(loss) if isinstance(loss, int | float) else math.inf))
