@@ -91,6 +91,11 @@ def condition(chosen: JobFilter) -> sa.ColumnElement[bool]:
     return sa.and_(sa.true(), *parts)
 
 
+def elapsed(wall: sa.ColumnElement[float]) -> sa.ColumnElement[float]:
+    """Return the seconds that workers had a job, up to now; as `Job.elapsed_s`."""
+    return JOBS.c.worked_s + sa.func.coalesce(wall - JOBS.c.taken, 0.0)
+
+
 def order(sort: Sort, wall: sa.ColumnElement[float]) -> Sequence[sa.ColumnElement[object]]:
     """Return the columns of an order; jobs without a value come last, and the newest of equal ones first.
 
@@ -98,7 +103,8 @@ def order(sort: Sort, wall: sa.ColumnElement[float]) -> Sequence[sa.ColumnElemen
         sort: The order.
         wall: `Database.wall`.
     """
-    took = sa.func.coalesce(JOBS.c.ended, wall) - JOBS.c.started
+    counts = sa.or_(JOBS.c.taken.is_not(None), JOBS.c.ended.is_not(None))  # as `views.took`
+    took = sa.case((sa.and_(JOBS.c.started.is_not(None), counts), elapsed(wall)))
     columns: Mapping[str, sa.ColumnElement[object]] = {
         "created": JOBS.c.number,
         "name": sa.func.lower(JOBS.c.name),
