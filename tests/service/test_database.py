@@ -89,7 +89,7 @@ def test_tables_of_a_newer_version_are_left_alone(embedded: Database) -> None:
     with embedded.writing() as connection:
         connection.execute(META.update().where(META.c.name == "version").values(value="99"))
 
-    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 3"):
+    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 4"):
         Database(str(embedded))
 
 
@@ -102,7 +102,7 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
             columns = {one["name"] for one in sa.inspect(connection).get_columns("jobs")}
             meta = dict(connection.execute(sa.select(META.c.name, META.c.value)).all())  # type: ignore[arg-type]
         assert columns == set(JOBS.c.keys())
-        assert meta == {"version": "3"}
+        assert meta == {"version": "4"}
         database.close()
     database = Database(f"sqlite:///{tmp_path}/stoker.db")
     jobs = {job.name: job for job in Jobs(database).list()}
@@ -111,6 +111,11 @@ def test_a_database_of_version_1_is_brought_up_to_date_and_its_jobs_go_on(tmp_pa
         for name in ("done", "running", "pausing", "cancelling", "pending", "queued")
     }
     assert {job.epoch for name, job in jobs.items() if name != "queued"} == {1}
+    done, held = jobs["done"], [jobs[name] for name in ("running", "pausing", "cancelling")]
+    assert done.ended is not None
+    assert done.started is not None
+    assert (done.worked_s, done.taken) == (done.ended - done.started, None)
+    assert all(job.taken is not None and job.taken == job.started for job in held)
 
     state = StateFolder(tmp_path / "state")
     supervisor = WorkerSupervisor(database, state, WorkerPlan(workers=0))
@@ -137,7 +142,8 @@ def test_jobs_of_version_2_get_tags(url: str) -> None:
     kept, _ = Jobs(database).create({"a": 1}, name="n", epochs=1, key="k")
     with database.writing() as connection:  # as that version left it
         connection.execute(sa.text("DROP INDEX jobs_by_tags"))
-        connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN tags"))
+        for column in ("tags", "worked_s", "taken"):
+            connection.execute(sa.text(f"ALTER TABLE jobs DROP COLUMN {column}"))
         connection.execute(META.update().where(META.c.name == "version").values(value="2"))
     database.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from stoker.errors import LostAttemptError
 from stoker.service.database import JOBS, Database, Outbox, State
 from stoker.service.jobs import AttemptPolicy, JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
+from stoker.service.views import times, took
 
 EPOCH = Line(kind="metrics", data={"epoch": 1, "val_loss": 0.5, "checkpoint": "epoch_1"})
 DONE = Outcome(state=State.COMPLETED, message="done", exit_code=0, data={"result": 1})
@@ -178,6 +180,57 @@ def test_what_was_read_of_a_job_and_its_best_epoch_are_kept(embedded: Database) 
     assert (ended.best_val_loss, ended.best_epoch) == (0.5, 1)
     assert (ended.progress, ended.ended is not None) == (1.0, True)
     assert Jobs(embedded).get(id) == ended
+
+
+def test_the_time_between_attempts_is_not_counted(database: Database) -> None:
+    (id,) = make(database)
+    jobs, queue = Jobs(database), impatient(database)
+
+    def end(seconds: float, *, kept: bool = False) -> None:
+        """End an attempt that began so many seconds ago; the job began an hour before."""
+        attempt = queue.take("w")
+        assert attempt is not None
+        with database.writing() as connection:
+            began = {"started": database.wall - 3600.0, "taken": database.wall - seconds}
+            connection.execute(JOBS.update().values(**began))
+        assert jobs.get(id).elapsed_s(time.time()) == pytest.approx(sum(spent) + seconds, abs=5)
+        if kept:
+            queue.give_back(attempt, "no room", lost=False, began=False)
+        elif len(spent) == 0:
+            queue.release("w")
+        elif len(spent) == 1:
+            queue.give_back(attempt, "stopped", lost=False)
+        else:
+            state = State.FAILED if len(spent) == 2 else State.COMPLETED
+            queue.finish(attempt, Outcome(state=state), lines=[], position=0)
+        spent.extend([] if kept else [seconds])
+        after = jobs.get(id)
+        assert after.taken is None
+        assert after.elapsed_s(time.time() + 9999) == pytest.approx(sum(spent), abs=5)
+
+    spent: list[float] = []
+    end(100.0)
+    end(500.0, kept=True)
+    end(200.0)
+    end(300.0)
+    jobs.resume(id)
+    end(400.0)
+    assert took(jobs.get(id), time.time() + 9999).startswith("16 min")
+    assert times(jobs.get(id), 0, None, time.time() + 9999)[0][1].startswith("16 min")
+
+
+@pytest.mark.parametrize("last", [{}, {"tier": ""}, {"tier": None}])
+def test_a_tier_that_is_known_stays(embedded: Database, last: dict) -> None:
+    (id,) = make(embedded)
+    queue = JobQueue(embedded)
+    attempt = queue.take("w")
+
+    queue.report(attempt, [Line(kind="metrics", data={**EPOCH.data, "tier": "host"})], 1)
+    queue.report(attempt, [Line(kind="stall", data=last)], 2)
+    both = [Line(kind="stall", data={"tier": "disk"}), Line(kind="stall", data=last)]
+    queue.finish(attempt, DONE, lines=both, position=3)
+
+    assert Jobs(embedded).get(id).tier == "disk"
 
 
 def test_a_lost_job_waits_twice_as_long_each_time(embedded: Database) -> None:

@@ -74,6 +74,16 @@ def test_what_the_loop_tells_is_added_up_until_an_interval_is_over(
     assert (last["seconds"], last["busy_s"]) == (1.0, 0.6)
 
 
+def test_an_interval_of_validation_alone_names_no_tier(tmp_path: Path) -> None:
+    sums = StallSums(Journal(tmp_path / "events.jsonl"))
+    sums.take("epoch", {"eval_seconds": 0.5})
+    sums.take("done", {})
+
+    (line,), _ = read_lines(tmp_path / "events.jsonl", 0)
+    assert line.data["validate_s"] == 0.5
+    assert "tier" not in line.data
+
+
 def test_a_long_run_writes_few_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(timeline.time, "monotonic", lambda: now[0])

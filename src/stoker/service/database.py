@@ -15,7 +15,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -300,7 +300,7 @@ def before(state: State) -> frozenset[State]:
 # clock.
 
 
-VERSION = 3
+VERSION = 4
 """Version of these tables; `STEPS` migrates every earlier one."""
 METADATA = MetaData()
 """Every table of the service; other modules add theirs here."""
@@ -370,6 +370,8 @@ JOBS = Table(
     Column("error", Text),
     Column("exit_code", Integer),
     Column("tags", Tags, nullable=False, server_default=""),
+    Column("worked_s", Real, nullable=False, server_default=sa.text("0")),
+    Column("taken", Real),
     CheckConstraint("state IN ({})".format(", ".join(f"'{state}'" for state in State)), name="known_state"),
     CheckConstraint("kind IN ('training', 'generation')", name="known_kind"),
     Index("jobs_by_state", "state", "number"),
@@ -378,7 +380,8 @@ JOBS = Table(
 )
 """One row per job. `attempt` counts how often a worker took it, and is part of every change by a worker.
 `losses` counts attempts without a result since the last epoch. No worker takes the job before `not_before`.
-`position` is how far the worker has read in the job's `events.jsonl`."""
+`position` is how far the worker has read in the job's `events.jsonl`. `worked_s` is the sum of the
+attempts that ended, and `taken` when the current one began; null: no worker has the job."""
 
 METRICS = Table(
     "metrics",
@@ -688,24 +691,28 @@ the rows of the last check."""
 # Migrate the tables of a database to the version of this code, in one transaction.
 
 
-_LOCK = (
-    0x73746F6B  # any number: an advisory lock of PostgreSQL, so that two services migrate one after the other
+_LOCK = 0x73746F6B
+"""Any number: an advisory lock of PostgreSQL, so that two services migrate one after the other."""
+
+
+STEPS: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {
+        1: (  # no lease; waits that counted from boot are over
+            "ALTER TABLE jobs DROP COLUMN lease_until",
+            "DELETE FROM meta WHERE name = 'boot'",
+        ),
+        2: (
+            "ALTER TABLE jobs ADD COLUMN tags TEXT DEFAULT '' NOT NULL",
+            "CREATE INDEX jobs_by_tags ON jobs (tags)",
+        ),
+        3: (  # attempts before were not timed: the best guess is that of then
+            "ALTER TABLE jobs ADD COLUMN worked_s DOUBLE PRECISION DEFAULT 0 NOT NULL",
+            "ALTER TABLE jobs ADD COLUMN taken DOUBLE PRECISION",
+            "UPDATE jobs SET worked_s = ended - started WHERE ended >= started",
+            "UPDATE jobs SET taken = started WHERE state IN ('running', 'pausing', 'cancelling')",
+        ),
+    }
 )
-
-
-def _without_leases(connection: sa.Connection) -> None:
-    """Migrate version 1 to 2: jobs have no lease. Waits that counted from boot are over."""
-    connection.execute(sa.text("ALTER TABLE jobs DROP COLUMN lease_until"))
-    connection.execute(META.delete().where(META.c.name == "boot"))
-
-
-def _with_tags(connection: sa.Connection) -> None:
-    """Migrate version 2 to 3: jobs have tags."""
-    connection.execute(sa.text("ALTER TABLE jobs ADD COLUMN tags TEXT DEFAULT '' NOT NULL"))
-    connection.execute(sa.text("CREATE INDEX jobs_by_tags ON jobs (tags)"))
-
-
-STEPS: Mapping[int, Callable[[sa.Connection], None]] = MappingProxyType({1: _without_leases, 2: _with_tags})
 """Migration from a version to the next."""
 
 
@@ -728,7 +735,8 @@ def bring_up_to_date(connection: sa.Connection) -> None:
             hint="Use the stoker that wrote it, or a newer one",
         )
     for version in range(int(found or VERSION), VERSION):
-        STEPS[version](connection)
+        for statement in STEPS[version]:
+            connection.execute(sa.text(statement))
     METADATA.create_all(connection)
     if found is None:
         connection.execute(COUNTERS.insert().values(name="event", value=0))

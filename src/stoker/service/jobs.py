@@ -31,7 +31,7 @@ from stoker.service.database import (
     before,
 )
 from stoker.service.journal import SHOWN
-from stoker.service.listing import JobFilter, check_tags, condition, order
+from stoker.service.listing import JobFilter, check_tags, condition, elapsed, order
 from stoker.service.security import check_name
 
 if TYPE_CHECKING:
@@ -91,6 +91,14 @@ class Job:
     error: str | None
     exit_code: int | None
     """Of its last process; negative: the signal that ended it."""
+    worked_s: float
+    """Seconds that workers had it, without the current attempt."""
+    taken: float | None
+    """When the current attempt began; None: no worker has it."""
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds that workers had the job, up to `now`."""
+        return max(0.0, self.worked_s + (0.0 if self.taken is None else now - self.taken))
 
 
 _FIELDS = tuple(JOBS.c[field.name] for field in fields(Job))
@@ -565,6 +573,7 @@ class JobQueue:
                 attempt=JOBS.c.attempt + 1,
                 message="",
                 started=sa.func.coalesce(JOBS.c.started, database.wall),
+                taken=database.wall,
             )
             .returning(JOBS)
         )
@@ -623,6 +632,8 @@ class JobQueue:
             "error": outcome.error,
             "exit_code": outcome.exit_code,
             "ended": self._database.wall if outcome.state in ENDED_STATES else None,
+            "worked_s": elapsed(self._database.wall),
+            "taken": None,
         }
         if outcome.state is State.COMPLETED:
             values["progress"] = 1.0
@@ -735,6 +746,8 @@ class JobQueue:
                 losses=losses,
                 attempt=JOBS.c.attempt - int(not began),
                 started=JOBS.c.started if began else sa.case((JOBS.c.attempt > 1, JOBS.c.started)),
+                worked_s=elapsed(database.wall) if began else JOBS.c.worked_s,
+                taken=None,
                 not_before=database.wall + wait,
                 message=why,
                 error=sa.case((spent, error), else_=JOBS.c.error),
@@ -802,7 +815,9 @@ def _shown(lines: Sequence[Line]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     measured: list[tuple[int, float]] = []
     for line in lines:
-        values.update({name: line.data[name] for name in SHOWN if name in line.data})
+        shown = {name: line.data[name] for name in SHOWN if name in line.data}
+        # An interval without batches has no tier; the job keeps its last one.
+        values.update({name: value for name, value in shown.items() if value or name != "tier"})
         epoch, loss = line.data.get("epoch"), line.data.get("val_loss")
         if line.kind == "metrics" and isinstance(epoch, int):
             measured.append((epoch, float(loss) if isinstance(loss, int | float) else math.inf))

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError
-from stoker.service.database import DATASETS, HELD_STATES, JOBS, State
+from stoker.service.database import DATASETS, JOBS, State
 
 Sort = Literal[
     "created", "-created", "name", "-name", "state", "-state", "loss", "-loss", "duration", "-duration"
@@ -91,6 +91,11 @@ def condition(chosen: JobFilter) -> sa.ColumnElement[bool]:
     return sa.and_(sa.true(), *parts)
 
 
+def elapsed(wall: sa.ColumnElement[float]) -> sa.ColumnElement[float]:
+    """Return the seconds that workers had a job, up to now; as `Job.elapsed_s`."""
+    return JOBS.c.worked_s + sa.func.coalesce(wall - JOBS.c.taken, 0.0)
+
+
 def order(sort: Sort, wall: sa.ColumnElement[float]) -> Sequence[sa.ColumnElement[object]]:
     """Return the columns of an order; jobs without a value come last, and the newest of equal ones first.
 
@@ -98,8 +103,8 @@ def order(sort: Sort, wall: sa.ColumnElement[float]) -> Sequence[sa.ColumnElemen
         sort: The order.
         wall: `Database.wall`.
     """
-    end = sa.case((JOBS.c.state.in_(tuple(HELD_STATES)), wall), else_=JOBS.c.ended)
-    took = end - JOBS.c.started  # as `views.took`
+    counts = sa.or_(JOBS.c.taken.is_not(None), JOBS.c.ended.is_not(None))  # as `views.took`
+    took = sa.case((sa.and_(JOBS.c.started.is_not(None), counts), elapsed(wall)))
     columns: Mapping[str, sa.ColumnElement[object]] = {
         "created": JOBS.c.number,
         "name": sa.func.lower(JOBS.c.name),

@@ -113,7 +113,7 @@ class StallSums:
                 "validate_s": round(sums.get("validate_s", 0.0), 4),
                 "checkpoint_s": round(sums.get("checkpoint_s", 0.0), 4),
                 "waits": {name: round(spent, 4) for name, spent in self._waits.items() if spent > 0},
-                "tier": self._tiers.most_common(1)[0][0] if self._tiers else "",
+                **({"tier": self._tiers.most_common(1)[0][0]} if self._tiers else {}),
                 "gpu_busy": round(busy, 4) if isinstance(busy, float) else None,
             }
             self._journal.tell("stall", facts)

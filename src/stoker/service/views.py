@@ -207,10 +207,10 @@ def _head(which: JobFilter, label: str, sort: str | None, is_number: bool) -> Co
 
 
 def took(job: Job, now: float) -> str:
-    """Return the time from the start of a job to its end, or to now while it runs."""
-    if job.started is None or (job.ended is None and job.state not in HELD_STATES):
+    """Return how long workers had a job that has ended or runs; the time between attempts is not counted."""
+    if job.started is None or (job.ended is None and job.taken is None):
         return "–"
-    return format_seconds(max(0.0, (job.ended or now) - job.started))
+    return format_seconds(job.elapsed_s(now))
 
 
 def tone(state: State) -> str:
@@ -384,10 +384,7 @@ def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -
         if any(value is not None for value in values):
             unit = f" ({chart['unit']})" if chart["unit"] else ""
             found.append((chart["title"] + unit, [number(value) for value in values]))
-    took = [
-        "–" if job.started is None or job.ended is None else format_seconds(job.ended - job.started)
-        for job in jobs
-    ]
+    took = ["–" if job.started is None or job.ended is None else format_seconds(job.worked_s) for job in jobs]
     epochs = [f"{job.epoch} of {job.epochs}" for job in jobs]
     return [
         *found,
@@ -700,9 +697,8 @@ def times(job: Job, ahead: int, left: float | None, now: float) -> list[tuple[st
         ]
     if job.started is None:
         return []
-    ended = now if job.ended is None else job.ended
     return [
-        ("Elapsed", format_seconds(max(0.0, ended - job.started))),
+        ("Elapsed", format_seconds(job.elapsed_s(now))),
         *([] if left is None else [("Time left", f"about {format_seconds(left)}")]),
     ]
 
