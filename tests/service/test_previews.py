@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.service.previews import READ_S, SIDE, encode_png, viridis
-from stoker.service.probes import PROBES
+from stoker.errors import SourceError
+from stoker.schema import Field, Schema
+from stoker.service.previews import SIDE, describe_samples, encode_png, viridis
+from stoker.service.probes import PROBES, probe
 from stoker.service.views import histograms
 from tests.service.job_folders import burgers_dataset, images_dataset
 
@@ -97,14 +99,60 @@ def test_large_samples_are_read_at_some_steps(tmp_path: Path, monkeypatch: pytes
     assert "too much to show" in none["error"]
 
 
-def test_samples_are_read_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = images_dataset(tmp_path)["spec"]
-    monkeypatch.setattr("stoker.service.previews.READ_S", -1.0)
+def test_reading_samples_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, wide, high = tmp_path / "2D.h5", 2000, 7500
+    data = np.ones((2, wide, high, 1), np.float32)
+    with h5py.File(path, "w") as file:
+        for number in range(2):
+            group = file.create_group(f"{number:04d}")
+            group.create_dataset("data", data=data, chunks=(1, 400, high, 1), compression=1)
+            for name, count in (("x", wide), ("y", high), ("t", 2)):
+                group[f"grid/{name}"] = np.linspace(0, 1, count, dtype=np.float32)
+    monkeypatch.setattr("stoker.service.probes.MEMORY_BYTES", 100 << 20)
 
-    found = samples("images", spec)
+    for what in ("samples", "check"):
+        with pytest.raises(SourceError, match="memory"):
+            probe(what, "hdf5", {"path": str(path)})
 
-    assert READ_S < 20
-    assert all("not read" in one["error"] for one in found)
+
+class Slow:
+    """A source of which each sample takes a second of a clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        """The time."""
+        return self.now
+
+    def keys(self) -> list[str]:
+        """Names of the samples."""
+        return [str(number) for number in range(len(self))]
+
+    def __len__(self) -> int:
+        return 20
+
+    def schema(self) -> Schema:
+        """One number."""
+        return {"x": Field(shape=(2,), dtype="float32")}
+
+    def read(self, _number: int) -> dict[str, Any]:
+        """Read one."""
+        self.now += 1.0
+        return {"x": np.zeros(2, np.float32)}
+
+
+def test_samples_are_read_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = Slow()
+    monkeypatch.setattr("stoker.service.previews.time", source)
+    monkeypatch.setattr("stoker.service.previews.READ_S", 5.5)
+
+    found = describe_samples(source, 10, 2, pictures=False)
+
+    assert [one["number"] for one in found] == [*range(2, 12)]
+    assert ["error" in one for one in found] == [False] * 6 + [True] * 4
+    assert all("not read" in str(one["error"]) for one in found[6:])
+    assert all("values" not in one for one in found[6:])
 
 
 def test_a_png_is_read_as_it_was_written() -> None:

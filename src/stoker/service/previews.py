@@ -86,7 +86,10 @@ def _steps(schema: Schema) -> int:
 
 
 def _read(source: Source, schema: Schema, number: int) -> tuple[Sample, list[int] | None]:
-    """Return a sample; of a large one some steps, and which they are."""
+    """Return a sample; of a large one some steps, and which they are.
+
+    No header says how large a ragged field is: `probes.MEMORY_BYTES` limits what its sample takes.
+    """
     size = sum(field.size_bytes() for field in schema.values() if not field.ragged)
     if size <= MOST_BYTES:
         return source.read(number), None

@@ -16,7 +16,7 @@ from typing import Any, cast
 from stoker import errors
 from stoker.errors import SourceError, StalledError, StokerError
 from stoker.runtime.processes.child import TORCH, Child
-from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.entry import Connection, limit_memory
 from stoker.runtime.processes.heartbeat import anonymous_file
 from stoker.schema import Json
 from stoker.service.connections import use_password
@@ -24,10 +24,14 @@ from stoker.service.kinds import MOST_SHOWN, Reading, Row, Spec, kind_of
 from stoker.service.security import data_paths
 from stoker.sources.files import confine_sources
 from stoker.sources.sql.query import parse_database_url
+from stoker.units import GIB, format_bytes
 
 TIMEOUT_S = 60.0
 TOTAL_S = 6 * 3600.0
 """How long a process reads that reports its progress."""
+MEMORY_BYTES = 4 * GIB
+"""Memory that a process may take to read samples, whatever a file says of their size. A plan has no such
+limit: drivers of GPUs reserve much address space."""
 MODULES = (*TORCH, "stoker.service.probes")
 """Modules that are imported before the process starts."""
 REPORT_S = 1.0
@@ -59,7 +63,8 @@ def probe(
         SourceError: The data is invalid, or reading it crashed the process.
         StalledError: It took too long.
     """
-    told = {} if on_progress is None else {"tell": True}
+    told: dict[str, int] = {} if on_progress is None else {"tell": True}
+    told |= {} if what == "plan" else {"memory_bytes": MEMORY_BYTES}
     request = json.dumps({"what": what, "kind": kind, "spec": dict(spec), **told, **given})
     output = anonymous_file("stoker-probe")
     try:
@@ -129,12 +134,22 @@ def serve(connection: Connection) -> None:
     use_password(request.pop("password", None))
     confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
     answer: dict[str, Json]
+    memory_bytes = request.pop("memory_bytes", None)
+    if memory_bytes is not None:
+        limit_memory(memory_bytes)
     if request.pop("tell", False):
         request["tell"] = _Reports(connection).tell
     try:
         answer = {"found": PROBES[request.pop("what")](request.pop("kind"), request.pop("spec"), **request)}
     except StokerError as error:
         answer = {"error": error.fact, "hint": error.hint, "class": type(error).__name__}
+    except MemoryError:
+        most = "there is" if memory_bytes is None else format_bytes(memory_bytes)
+        answer = {
+            "error": f"reading a sample takes more memory than {most}",
+            "hint": "",
+            "class": "SourceError",
+        }
     connection.socket.sendall(json.dumps(answer).encode())
 
 
