@@ -444,10 +444,10 @@ class Classification:
         return {"val_loss": float(torch.cat(losses).mean()), "accuracy": float(torch.cat(right).mean())}
 
 
-def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
+def save_model(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write weights, and facts about them as JSON by name, to one file; equal ones give equal bytes."""
     make_folder(path.parent)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     data = save(weights, metadata={name: json.dumps(value) for name, value in facts.items()})
     # The library writes the members of `metadata` in random order, so the header is written again, sorted.
     end = 8 + int.from_bytes(data[:8], "little")
