@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from stoker.service import child
 from stoker.service.database import Database
@@ -22,6 +24,7 @@ from stoker.service.executor import NO_ROOM
 from stoker.service.probes import PROBES
 from stoker.service.security import DataAccess
 from stoker.sources.files import confine_sources
+from stoker.train.operator import LatentOperator, OperatorShape
 from tests.service.conftest import made_on
 from tests.service.job_folders import (
     burgers_dataset,
@@ -117,6 +120,28 @@ def test_a_full_disk_is_no_failure_of_the_job(
 
     assert in_process(folder) == NO_ROOM
     assert lines(folder, "failed") == []
+
+
+def test_the_best_weights_of_simulations_make_their_operator_again(tmp_path: Path, in_process: Any) -> None:
+    folder = make_job(tmp_path, burgers_dataset(tmp_path), batch_size=8, epochs=2)
+
+    assert in_process(folder) == 0
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        facts = {name: json.loads(text) for name, text in file.metadata().items()}
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    model = LatentOperator(OperatorShape(**facts["shape"]))
+    model.load_state_dict(found)
+    best = max((folder / "checkpoints").glob("best-?????????"))
+    assert same(found, load_file(best / "model.safetensors"))
+    shape = facts["shape"]
+    assert sum(facts["conditions"].values()) == shape["cond"]
+    with torch.no_grad():
+        states = model(torch.zeros(3, shape["tokens"], shape["dim"]), torch.zeros(3, shape["cond"]))
+    assert states.shape == (3, shape["tokens"], shape["dim"])
+    assert facts["architecture"] == "operator"
+    assert set(facts["caches"]) == {"train", "val"}
+    assert facts["config"]["epochs"] == 2
 
 
 @pytest.mark.slow

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from stoker.config import Config
 from stoker.errors import ConfigError
+from stoker.run.fitting import Classification, ImageClassifier
 from stoker.service.job_config import (
+    LEAST_SIDE,
     NOTHING_ON_DEVICE,
     SETTINGS,
     UNUSED_FIELDS,
     WITHOUT_EFFECT,
     JobConfig,
+    JobFieldError,
     check,
     settings_of,
 )
@@ -96,6 +101,31 @@ def test_early_stopping_without_validation_is_refused() -> None:
     with pytest.raises(ValidationError, match="early_stop_patience=20 has no loss to watch"):
         config(validation_split=0.0)
     assert settings(RADIO, validation_split=0.0, early_stop_patience=0).data.splits == {"train": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "size", "good"),
+    [(1, [4, 4], False), (1, [8, 8], False), (1, [4, 9], True), (2, [4, 4], True), (1, [9, 9], True)],
+)
+def test_a_batch_that_the_network_of_images_cannot_normalize_is_refused(
+    batch_size: int, size: list[int], good: bool
+) -> None:
+    asked = config(batch_size=batch_size, settings={"data.images.size": size})
+    learner = Classification(ImageClassifier(3, 2))
+    images = torch.randint(0, 255, (batch_size, 3, *size), dtype=torch.uint8)
+    with nullcontext() if good else pytest.raises(ValueError, match="more than 1 value"):
+        learner.model(images)
+    before = learner.model.features[-2].running_mean.clone()
+    losses = learner.losses({"image": images[:1], "label": torch.zeros(1, dtype=torch.int64)})
+    losses.mean().backward()  # as the last batch of a pass may be
+    assert learner.model.training
+    assert torch.equal(before, learner.model.features[-2].running_mean) == (max(size) < LEAST_SIDE)
+    if good:
+        assert check(asked, [IMAGES]) == "images"
+        return
+    with pytest.raises(JobFieldError) as refused:
+        check(asked, [IMAGES])
+    assert [name for name, _ in refused.value.fields] == ["batch_size"]
 
 
 @pytest.mark.parametrize(("dataset", "kind"), [(RADIO, "radio"), (HDF5, "hdf5"), (IMAGES, "images")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from stoker.service.api import GcRequest
 from stoker.service.datasets import Generation, Registration
 from stoker.service.models import JobRequest, MoreEpochs
+from stoker.service.server import create_app
+from stoker.service.services import Services
 from tests.service.running import Answer, ask
 
 API = "/api/v1/training"
@@ -130,6 +133,15 @@ def test_the_answer_to_many_wrong_settings_is_short(
     assert found.json()["fields"]
     assert len(found.body) < 100_000
     assert found.body.count(b"training.max_steps") <= 3, "allowed names come once: in error, fact, fields"
+
+
+def test_a_gpu_is_refused_where_jobs_can_have_none(here: Services, token: Any) -> None:
+    raw = json.dumps({"config": {**JOB, "accelerator": "gpu"}}).encode()
+    header = {**token, "content-type": "application/json"}
+    for without_gpu in (True, False):  # else the data set is what is wrong
+        app = create_app(replace(here, without_gpu=without_gpu))
+        said = refused(ask(app, "POST", f"{API}/jobs", header, raw))
+        assert ("config.accelerator" in said) == without_gpu
 
 
 def test_a_body_of_another_content_type_is_not_repeated(app: Any, token: Any) -> None:

@@ -394,6 +394,8 @@ def one_thread() -> Generator[None]:
 
 
 WIDTHS = (16, 32, 64)
+ONE_PIXEL = 2 ** len(WIDTHS)
+"""Pixels of a side up to which the layers leave one pixel of an image."""
 
 
 class ImageClassifier(nn.Module):
@@ -427,7 +429,12 @@ class Classification:
 
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy of each image, `(B,)`."""
-        return F.cross_entropy(self.model(batch["image"]), batch["label"], reduction="none")
+        before, shape = self.model.training, batch["image"].shape
+        if shape[0] == 1 and max(shape[-2:]) <= ONE_PIXEL:  # as the last batch of a pass may be
+            self.model.eval()  # there is one value to normalize: with the statistics of earlier batches
+        scores = self.model(batch["image"])
+        self.model.train(before)
+        return F.cross_entropy(scores, batch["label"], reduction="none")
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -444,10 +451,10 @@ class Classification:
         return {"val_loss": float(torch.cat(losses).mean()), "accuracy": float(torch.cat(right).mean())}
 
 
-def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
+def save_model(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write weights, and facts about them as JSON by name, to one file; equal ones give equal bytes."""
     make_folder(path.parent)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     data = save(weights, metadata={name: json.dumps(value) for name, value in facts.items()})
     # The library writes the members of `metadata` in random order, so the header is written again, sorted.
     end = 8 + int.from_bytes(data[:8], "little")

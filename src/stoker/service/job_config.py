@@ -263,7 +263,7 @@ def check(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
         raise JobFieldError.of_fields([("dataset_ids", unknown)])
     wrong = [*_wrong_fields(config, kind), *_wrong_sets(config, kind, datasets)]
     if kind == "images":
-        wrong += _wrong_images(config.settings)
+        wrong += _wrong_images(config)
     if wrong:
         raise JobFieldError.of_fields(wrong)
     return kind
@@ -354,16 +354,30 @@ MAX_IMAGE_SIDE = 1024
 """Pixels: a batch of the largest images has to fit in memory with all that a network makes of it."""
 
 
-def _wrong_images(settings: Mapping[str, Any]) -> Iterator[tuple[str, Problem]]:
+LEAST_SIDE = 9
+"""Pixels: of smaller images the network keeps one pixel, and a batch of one has nothing to normalize over."""
+
+
+def _wrong_images(config: JobConfig) -> Iterator[tuple[str, Problem]]:
     """Yield settings of images that the network cannot train on, which would show at the start of the job."""
+    settings: Mapping[str, Any] = config.settings
     size = settings.get("data.images.size", [*IMAGE_SIZE])
-    sides = size if isinstance(size, list) and len(size) == 2 else [None]
+    sides: list[Any] = size if isinstance(size, list) and len(size) == 2 else [None]
     if any(type(side) is not int or not 1 <= side <= MAX_IMAGE_SIDE for side in sides):
         yield (
             "settings.data.images.size",
             Problem(
                 f"settings: data.images.size is {size!r}",
                 f"Expected [height, width], each a whole number from 1 to {MAX_IMAGE_SIDE}",
+            ),
+        )
+    elif config.batch_size == 1 and max(sides) < LEAST_SIDE:
+        yield (
+            "batch_size",
+            Problem(
+                f"batch_size=1 cannot train on images of {sides[0]} x {sides[1]} pixels: the network "
+                "normalizes over a batch, and one image this small leaves one value",
+                f"Give batch_size=2 or more, or data.images.size with a side of {LEAST_SIDE} or more",
             ),
         )
     if settings.get("data.images.fit") == "short":

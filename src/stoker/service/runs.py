@@ -37,7 +37,7 @@ from stoker.service.timeline import StallSums
 from stoker.sources.protocol import Source
 from stoker.train.config import TrainConfig
 from stoker.train.run import lock_run_folder
-from stoker.train.state import checkpoint_to_resume, newest_checkpoint
+from stoker.train.state import Checkpoint, checkpoint_to_resume, newest_checkpoint
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -164,14 +164,7 @@ def train_records(
             on_event=events.take,
         )
         events.take("done", {})
-    learner.model.cpu().load_state_dict(dict(best_weights(run)))
-    facts = {
-        **saved,
-        "caches": {one.split: one.cache.fingerprint for one in caches},
-        "architecture": architecture,
-        "config": run.config.model_dump(mode="json"),
-    }
-    save_model(run.folder / MODEL, learner.model, facts)
+    save_best(run, caches, architecture, lambda _: saved)
     row = cast("Mapping[str, Any]", report.row)
     found = {name: row[name] for name in figures if name in row}
     early = {}
@@ -200,13 +193,27 @@ def fit_settings(run: JobRun) -> TrainConfig:
     )
 
 
-def best_weights(run: JobRun) -> Mapping[str, torch.Tensor]:
-    """Return the weights of the best epoch, or of the last without validation."""
+def save_best(
+    run: JobRun, caches: Sequence[CacheResult], architecture: str, about: Callable[[Checkpoint], Facts]
+) -> None:
+    """Save the weights of the best epoch in the job's folder, with facts about its checkpoint."""
+    found = best_checkpoint(run)
+    facts = {
+        **about(found),
+        "caches": {one.split: one.cache.fingerprint for one in caches},
+        "architecture": architecture,
+        "config": run.config.model_dump(mode="json"),
+    }
+    save_model(run.folder / MODEL, found.model, facts)
+
+
+def best_checkpoint(run: JobRun) -> Checkpoint:
+    """Return the checkpoint of the best epoch, or of the last without validation."""
     root = run.folder / "checkpoints"
     for kind in ("best", "last"):
         found = newest_checkpoint(root, lambda why: _report_skipped(run, why), kind)
         if found is not None:
-            return found.model
+            return found
     raise IncompleteError(f"{root} has no valid checkpoint after training", hint="Check the disk")
 
 
@@ -370,6 +377,12 @@ def train_operator(run: JobRun) -> dict[str, Any]:
     _prepare_resume(run, whole, prepared)
     events = _TrainingEvents(run, prepared.caches)
     result = train_prepared(whole, prepared, started=began, on_event=events.take)
+    save_best(
+        run,
+        prepared.caches,
+        "operator",
+        lambda best: {"shape": best.state["shape"], "conditions": best.state["widths"]},
+    )
     report = result.report
     return {
         "epoch": report.epochs,

@@ -360,7 +360,8 @@ def serve(
     plan = replace(plan, settings=replace(plan.settings, access=services.access))
     supervisor = WorkerSupervisor(services.database, services.folder, plan)
     webhooks = Webhooks(services.database, settings.webhooks, secret) if settings.webhooks else None
-    services = replace(services, supervisor=supervisor, webhooks=webhooks)
+    without_gpu = settings.ray is None and set(plan.devices) == {None}
+    services = replace(services, supervisor=supervisor, webhooks=webhooks, without_gpu=without_gpu)
     address = address_of(listening)
     started = ServiceInfo(
         address=address,

@@ -360,6 +360,8 @@ class Services:
     limits: RequestLimits = field(default_factory=RequestLimits)
     webhooks: Webhooks | None = None
     """Tell other programs what becomes of jobs; None: no URL is named."""
+    without_gpu: bool = False
+    """Jobs run on this machine, which has no GPU for them."""
     supervisor: WorkerSupervisor | None = None
     """Supervises the workers; None: only requests are answered."""
     operations: Operations = field(default_factory=Operations)
@@ -468,11 +470,17 @@ def require_fit(services: Services, config: JobConfig) -> tuple[list[dict[str, A
 
     Raises:
         ConfigError: A data set is not registered, or is on a server that the service may not read; the
-            configuration does not fit, or a value in its `settings` is invalid; or its encoder is not
-            allowed.
+            configuration does not fit, or a value in its `settings` is invalid; its encoder is not
+            allowed; or it wants a GPU, and jobs run on a machine without one.
         ConflictError: A data set was to be generated, and was not.
         PathRefusedError: A data set is outside the current roots.
     """
+    if config.accelerator == "gpu" and services.without_gpu:
+        missing = Problem(
+            "config.accelerator is 'gpu', and jobs run on this machine, which has no GPU for them",
+            "Give accelerator='auto', which takes one where there is one, or 'cpu'",
+        )
+        raise JobFieldError.of_fields([("accelerator", missing)])
     try:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:

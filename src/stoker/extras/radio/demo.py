@@ -793,7 +793,7 @@ def run_radio(
         report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=_telling(say, epochs))
     train_s = time.monotonic() - began
     run_dir = Path(config.training.run_dir or "runs/demo-radio")
-    save_model(run_dir / "regressor.safetensors", model, {"statistics": dict(source.statistics)})
+    save_model(run_dir / "regressor.safetensors", model.state_dict(), {"statistics": dict(source.statistics)})
     return RadioResult(
         machine=describe_machine(),
         database=source.where_it_is,
