@@ -232,6 +232,19 @@ def test_a_long_name_does_not_widen_a_list(running: Running, page: Any, width: i
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_the_reason_of_a_failure_has_the_width_of_the_list_and_two_lines(running: Running, page: Any) -> None:
+    _, attempt, queue = claimed(running, "fails")
+    words = "the encoder raised ValueError: expected 3 channels, got 4 in sample 17 of simulations/a.h5 " * 5
+    queue.finish(attempt, Outcome(state=State.FAILED, error=words), lines=[], position=0)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.goto("/")
+
+    reason = page.locator(".why p", has_text="expected 3 channels").first.bounding_box()
+    row = page.locator(".list tbody tr").first.bounding_box()
+    assert reason["width"] > 0.9 * row["width"]
+    assert 30 < reason["height"] < 50, "two lines of 20"
+
+
 @pytest.mark.parametrize("path", ["/", "/datasets", "/caches"])
 def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any, path: str) -> None:
     claimed(running, "on a phone")
@@ -239,7 +252,7 @@ def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(path)
     labels = page.evaluate(
-        "[...document.querySelectorAll('.list tbody tr')].map((row) => [...row.cells].slice(1)"
+        "[...document.querySelectorAll('.list tbody tr:not(:has(> .why))')].map((row) => [...row.cells].slice(1)"
         ".filter((cell) => cell.checkVisibility()).map((cell) => getComputedStyle(cell, '::before').content))"
     )
     assert labels

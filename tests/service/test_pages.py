@@ -429,7 +429,7 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     assert HOSTILE not in text
     assert text == browser.get(f"/jobs/compare?ids={good}&ids={bad}").text
     table = browser.get("/parts/jobs").text
-    assert '<p class="why" title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+    assert '<p title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
 
 
 def test_curves_of_long_jobs_are_compared_with_fewer_points(
