@@ -404,7 +404,8 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     jobs = running.services.jobs
     same = {**CONFIG, "seed": 7, "settings": {"model.width": 64}}
     good = jobs.create({**same, "learning_rate": 0.001}, name="good run", epochs=5)[0].id
-    bad = jobs.create({**same, "learning_rate": 0.01}, name=HOSTILE, epochs=5)[0].id
+    other = {"learning_rate": 0.01, "settings": {"model.width": 64, "model.depth": 2}}
+    bad = jobs.create({**same, **other}, name=HOSTILE, epochs=5)[0].id
     queue, attempt = taken(running, good)
     for n in (1, 2, 3):
         row = {"epoch": n, "val_loss": abs(n - 2) + 0.5, "p50_m": 10 * n}
@@ -424,12 +425,82 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     assert row_of("Validation error, median (m)") == ["20", "–"], "of the best epoch"
     assert row_of("Epochs") == ["3 of 5", "0 of 5"]
     assert row_of("learning_rate") == ["0.001", "0.01"]
+    assert row_of("settings.model.depth") == ["default", "2"]
     assert '<th scope="row">seed</th>' not in text
     assert '<th scope="row">settings.model.width</th>' not in text
     assert HOSTILE not in text
     assert text == browser.get(f"/jobs/compare?ids={good}&ids={bad}").text
     table = browser.get("/parts/jobs").text
     assert '<p title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+
+
+def finished_epochs(running: Running, name: str, rows: list[dict[str, Any]], **started: Any) -> str:
+    """A job with epochs."""
+    id = made(running, name)
+    queue, attempt = taken(running, id)
+    lines = [Line(kind="started", data=started), *(Line(kind="metrics", data=row) for row in rows)]
+    queue.report(attempt, lines, 1)
+    return id
+
+
+def best_of(text: str) -> dict[str, list[str]]:
+    """The marked figures on a page that compares jobs, by row."""
+    rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', text)
+    return {name: re.findall(r"<b>(.*?)</b>", cells) for name, cells in rows if "<b>" in cells}
+
+
+def test_the_best_figure_is_marked_unless_all_are_equal(running: Running, browser: httpx.Client) -> None:
+    def row(loss: float, right: float, rate: float) -> dict[str, Any]:
+        return {"epoch": 1, "train_loss": 0.5, "val_loss": loss, "accuracy": right, "learning_rate": rate}
+
+    ids = [
+        finished_epochs(running, "low", [row(0.25, 0.5, 0.1)]),
+        finished_epochs(running, "right", [row(0.75, 0.9, 0.2)]),
+        made(running, "waits"),
+    ]
+
+    text = browser.get("/jobs/compare?ids=" + ",".join(ids)).text
+
+    assert best_of(text) == {
+        "Best validation loss": ["0.25 in epoch 1"],
+        "Loss, validation": ["0.25"],
+        "Validation accuracy (%)": ["90"],
+    }
+
+
+def test_losses_on_other_caches_are_said_not_to_be_comparable(
+    running: Running, browser: httpx.Client
+) -> None:
+    def job(*prints: str, loss: float) -> str:
+        caches = [{"name": "cells", "fingerprint": one * 16} for one in prints]
+        row = {"epoch": 1, "val_loss": loss, "p50_m": 10 * loss}
+        return finished_epochs(running, "on caches", [row], caches=caches)
+
+    one, same, other = job("a", "b", loss=0.5), job("a", "b", loss=0.25), job("a", "c", loss=0.125)
+
+    together = browser.get(f"/jobs/compare?ids={one},{same}").text
+    apart = browser.get(f"/jobs/compare?ids={one},{other}").text
+
+    assert 'id="other-caches"' not in together
+    assert "Best validation loss" in best_of(together)
+    assert 'id="other-caches"' in apart
+    assert best_of(apart) == {"Validation error, median (m)": ["1.25"]}
+
+
+def test_jobs_that_generate_data_are_left_out_of_a_comparison(
+    running: Running, browser: httpx.Client
+) -> None:
+    jobs = running.services.jobs
+    made_data = jobs.create({"rows": 3}, name="makes rows", epochs=1, kind="generation", dataset_ids=["x"])
+    one, other = made(running, "one"), made(running, "other")
+
+    text = browser.get(f"/jobs/compare?ids={one},{made_data[0].id},{other}").text
+    answer = browser.get(f"/jobs/compare?ids={one},{made_data[0].id}")
+
+    assert "makes rows" in text
+    assert f'href="/jobs/{made_data[0].id}"' not in text
+    assert '<th scope="row">rows</th>' not in text
+    assert answer.status_code == 422
 
 
 def test_curves_of_long_jobs_are_compared_with_fewer_points(

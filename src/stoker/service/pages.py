@@ -10,7 +10,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -306,13 +306,22 @@ def show_form(
 def compare_jobs(
     request: Request, services: ServicesDep, ids: Annotated[Sequence[str], Query()] = ()
 ) -> Response:
-    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`."""
+    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`.
+
+    Jobs that generate a data set are left out.
+    """
     wanted = [*dict.fromkeys(id for part in ids for id in part.split(",") if id)]
     if not 2 <= len(wanted) <= MOST_COMPARED:
         raise ConfigError(
             f"{len(wanted)} jobs are to be compared", hint=f"Tick 2 to {MOST_COMPARED} in the list of jobs"
         )
-    jobs = [services.jobs.get(id) for id in wanted]
+    found = [services.jobs.get(id) for id in wanted]
+    jobs = [job for job in found if job.kind == "training"]
+    if len(jobs) < 2:
+        raise ConfigError(
+            f"{len(jobs)} of these {len(found)} jobs trains; the others generate data sets",
+            hint=f"Tick 2 to {MOST_COMPARED} training jobs in the list of jobs",
+        )
     names = [job.name for job in jobs]
     labels = [job.name if names.count(job.name) == 1 else f"{job.name} {job.id[:8]}" for job in jobs]
     rows = [
@@ -323,16 +332,17 @@ def compare_jobs(
         {**run_of(job, thinned(of_job, job.best_epoch, POINTS_COMPARED)), "name": label}
         for job, of_job, label in zip(jobs, rows, labels, strict=True)
     ]
-    datasets = {one.id: one.name for one in services.datasets.list(limit=500)}
-    configs = [
-        {**job.config, "epochs": job.epochs, "dataset_ids": [datasets.get(id, id) for id in job.dataset_ids]}
-        for job in jobs
-    ]
+    datasets = {one.id: one for one in services.datasets.list(limit=500)}
+    configs = [{**job.config, "epochs": job.epochs, "dataset_ids": _names(datasets, job)} for job in jobs]
+    kinds = [_kind(datasets, job) for job in jobs]
+    inputs = [{print for _, print in caches} for caches in _caches_by_job(services, jobs).values() if caches]
+    same_caches = all(one == inputs[0] for one in inputs)
     return page(
         request, "compare.html", title="Compare jobs", jobs=jobs, labels=labels,
         drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
         left_out=[label for label, of_job in zip(labels, rows, strict=True) if len(of_job) > POINTS_COMPARED],
-        outcomes=outcomes(jobs, rows), differences=differences(configs),
+        generating=[job.name for job in found if job not in jobs], same_caches=same_caches,
+        outcomes=outcomes(jobs, rows, same_caches=same_caches), differences=differences(configs, kinds),
     )  # fmt: skip
 
 
@@ -602,6 +612,15 @@ def _job(services: Services, id: str) -> dict[str, Any]:
         "job": job, "actions": actions(job), "live": is_live(job), "now": now,
         "tiers": tier_bar(started), "told": told, "newest": rows[-1] if rows else {},
     }  # fmt: skip
+
+
+def _names(datasets: Mapping[str, Dataset], job: Job) -> list[str]:
+    """Return the data sets of a job by name, or by id if they are gone."""
+    return [datasets[id].name if id in datasets else id for id in job.dataset_ids]
+
+
+def _kind(datasets: Mapping[str, Dataset], job: Job) -> str | None:
+    return next((datasets[id].kind for id in job.dataset_ids if id in datasets), None)
 
 
 def _timeline(services: Services, job: Job) -> dict[str, Any]:

@@ -692,7 +692,8 @@ function showTicked() {
   const hadFocus = bulk.contains(document.activeElement);
   bulk.hidden = !boxes.length;
   document.getElementById("ticked").textContent = `${counted(boxes.length)} selected`;
-  bulk.querySelector("#compare button").disabled = boxes.length < 2 || boxes.length > 8;
+  bulk.querySelector("#compare button").disabled = boxes.length > 8
+    || boxes.filter((box) => box.dataset.kindOf === "training").length < 2;
   bulk.querySelector("[data-bulk=clone]").disabled = boxes.length !== 1 || boxes[0].dataset.kindOf !== "training";
   if (hadFocus && bulk.hidden) document.getElementById("bulk-result").focus({preventScroll: true});
 }
