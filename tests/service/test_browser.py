@@ -252,7 +252,8 @@ def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(path)
     labels = page.evaluate(
-        "[...document.querySelectorAll('.list tbody tr:not(:has(> .why))')].map((row) => [...row.cells].slice(1)"
+        "[...document.querySelectorAll('.list tbody tr:not(:has(> .why))')]"
+        ".map((row) => [...row.cells].slice(1)"
         ".filter((cell) => cell.checkVisibility()).map((cell) => getComputedStyle(cell, '::before').content))"
     )
     assert labels

@@ -27,7 +27,7 @@ from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
-from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 STARTED = {
@@ -118,6 +118,24 @@ def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
     assert 'href="/caches/radio_train/0123456789abcdef"' in text
     table = browser.get("/parts/jobs").text
     assert re.search(r"<polyline points=\"0.0,2.0 96.0,22.0\"", table)
+
+
+def test_a_jobs_page_names_its_data_and_shows_the_settings_that_have_an_effect(
+    running: Running, browser: httpx.Client
+) -> None:
+    id = "00000000-0000-4000-8000-00000000abcd"
+    note(running.services, id, f"cells {HOSTILE}", "images", {"path": "/nowhere"})
+    config = {"dataset_ids": [id], "max_gdop": None, "n_mels": 128, "dropout_rate": 0.25}
+    job = running.services.jobs.create(config, name="on cells", epochs=3, dataset_ids=[id])[0].id
+
+    text = browser.get(f"/jobs/{job}").text
+
+    escaped = html.escape(f"cells {HOSTILE}")
+    assert f'Data: <a href="/datasets/{id}">{escaped}</a>' in text
+    assert f'<th scope="row">dataset_ids</th><td>{escaped}</td>' in text
+    assert '<th scope="row">dropout_rate</th><td>0.25</td>' in text
+    assert "max_gdop" not in text
+    assert "n_mels" not in text
 
 
 def test_buttons_are_those_that_the_state_allows(running: Running, browser: httpx.Client) -> None:
@@ -703,6 +721,21 @@ def test_a_list_keeps_its_filter_in_every_link(
     )
     for wrong in ("status=gone", "kind=gone", "sort=gone"):
         assert browser.get(f"/?{wrong}").status_code == 404
+
+
+def test_states_are_counted_within_the_rest_of_the_filter(running: Running, browser: httpx.Client) -> None:
+    jobs = running.services.jobs
+    ids = [jobs.create(CONFIG, name=f"counted {n}", epochs=3)[0].id for n in range(3)]
+    jobs.pause(ids[0])
+
+    def counts(query: str) -> dict[str, str]:
+        text = browser.get(f"/parts/jobs?{query}").text
+        found = re.findall(r'id="only-([a-z]+)".*?<span class="count">(.*?)</span>', text)
+        return {state: count for state, count in found if count != "0"}
+
+    assert counts("q=counted&status=paused") == {"queued": "2", "paused": "1"}
+    assert counts("q=zzz") == {}
+    assert "No jobs match" in browser.get("/parts/jobs?q=zzz").text
 
 
 def test_a_job_that_waits_for_data_names_the_data_set_and_the_job_that_generates_it(

@@ -11,6 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -62,6 +63,7 @@ from stoker.service.views import (
     filter_of,
     flat,
     form_fields,
+    has_effect,
     histograms,
     is_live,
     left_s,
@@ -379,7 +381,8 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     drawn = {"charts": charts(), "runs": [run_of(context["job"], rows)]}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        shown=TABLE_EPOCHS, log=_log(services, job_id), **_timeline(services, context["job"]), **context,
+        shown=TABLE_EPOCHS, log=_log(services, job_id), **_data_of(services, context["job"]),
+        **_timeline(services, context["job"]), **context,
     )  # fmt: skip
 
 
@@ -573,14 +576,15 @@ def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
     which = filter_of(request.query_params.multi_items())
     found = services.jobs.list(which, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
     lines = {job.id: spark(_recent(services, job.id, job.epoch)) for job in found}
-    total, counts = services.jobs.count(which), services.jobs.counts()
+    total, counts = services.jobs.count(which), services.jobs.counts(replace(which, states=frozenset()))
     tags = {tag: list_link(which, tags=(*which.tags, tag)) for job in found for tag in job.tags}
     return {
         "jobs": found, "waits": services.datasets.generated_for(found), "lines": lines, "which": which,
         "chips": state_chips(which, counts),
         "heads": column_heads(which), "tag_links": tags, "every_state": list_link(which, states=frozenset()),
         "newer": list_link(which, number - 1), "older": list_link(which, number + 1),
-        "query": query_of(which, number), "number": number, "total": total, "every_job": sum(counts.values()),
+        "query": query_of(which, number), "number": number, "total": total,
+        "any_job": bool(sum(counts.values()) or services.jobs.count()),
         "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 
@@ -617,6 +621,18 @@ def _job(services: Services, id: str) -> dict[str, Any]:
 def _names(datasets: Mapping[str, Dataset], job: Job) -> list[str]:
     """Return the data sets of a job by name, or by id if they are gone."""
     return [datasets[id].name if id in datasets else id for id in job.dataset_ids]
+
+
+def _data_of(services: Services, job: Job) -> dict[str, Any]:
+    """Return the data sets of a job, and its settings that have an effect on their kind."""
+    datasets = {one.id: one for one in _datasets_of(services, [job])}
+    kind = _kind(datasets, job)
+    settings = {
+        name: _names(datasets, job) if name == "dataset_ids" else value
+        for name, value in job.config.items()
+        if has_effect(name, kind)
+    }
+    return {"datasets": [datasets[id] for id in job.dataset_ids if id in datasets], "settings": settings}
 
 
 def _kind(datasets: Mapping[str, Dataset], job: Job) -> str | None:
