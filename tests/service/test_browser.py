@@ -453,6 +453,40 @@ def test_caches_are_verified_and_their_difference_is_shown(running: Running, pag
     page.get_by_text("1 of 8 records are damaged").wait_for()
 
 
+def test_a_clean_up_asks_with_what_it_deletes_and_a_no_keeps_it(running: Running, page: Any) -> None:
+    two_caches(running)
+    asked = list[str]()
+    answers = iter((False, True))
+    page.on(
+        "dialog", lambda one: (asked.append(one.message), one.accept() if next(answers) else one.dismiss())
+    )
+    page.goto("/caches")
+    page.get_by_label("Newest caches to keep").fill("0")
+    page.get_by_label("unused for days").fill("0")
+    kept = [*running.services.folder.caches.glob("*/*/recipe.json")]
+    assert kept
+
+    page.locator("#do-gc").click()
+    page.wait_for_function("document.querySelector('form[aria-busy]') === null")
+    assert [*running.services.folder.caches.glob("*/*/recipe.json")] == kept
+    page.locator("#do-gc").click()
+    page.locator("#freed .lines", has_text="Removed").wait_for()
+
+    assert not [*running.services.folder.caches.glob("*/*/recipe.json")]
+    assert all(f"Delete {len(kept)} caches" in text and "KiB" in text for text in asked), asked
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", ["burgers_of_a_rather_long_experiment_train", "short_val"])
+def test_names_of_caches_that_have_room_are_not_cut(running: Running, page: Any, name: str) -> None:
+    cached_rows(running.services.folder.caches, name)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.goto("/caches")
+
+    cut = "(link) => link.scrollWidth > link.clientWidth"
+    assert not page.get_by_role("link", name=name).first.evaluate(cut)
+
+
 def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) -> None:
     write_burgers(
         running.services.folder.data / "sims.hdf5", BurgersSpec(trajectories=8, steps=11, points=32)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -593,12 +595,13 @@ def test_a_preview_of_a_clean_up_says_in_words_what_would_go(tmp_path: Path) -> 
     plan = collect(tmp_path, GcPolicy(keep=0, unprotected=True), dry_run=True)
     (gone,) = plan.removed
 
-    text, rows = seen_after_its_stream_was_refused({"result": plan.to_json()})
+    text, rows, question = seen_after_its_stream_was_refused({"result": plan.to_json()})
 
     assert format_bytes(plan.bytes_removed) in text
     assert not {*'{}[]"_'} & {*text}, "no JSON, and no names of its members"
     cache = f"radio_train/{Path(gone.path).name}"
-    assert rows[0] == [cache, "would go", gone.reason, format_bytes(gone.bytes), "now"]
+    assert rows[0] == [cache, "would go", gone.reason, format_bytes(gone.bytes), "within the last hour"]
+    assert question == f"Delete 1 cache, {format_bytes(plan.bytes_removed)}, permanently?"
     assert rows[1][:3] == [f"cells/{opened.fingerprint}", "stays", "in use: a process has it open"]
 
 
@@ -607,6 +610,25 @@ def test_a_cache_has_a_button_that_deletes_it(running: Running, browser: httpx.C
     mark = cached_rows(folder, "rows")
 
     assert f'hx-delete="/api/v1/training/caches/rows/{mark}"' in browser.get(f"/caches/rows/{mark}").text
+
+
+def test_the_last_use_of_a_cache_is_told_as_finely_as_it_is_noted(
+    running: Running, browser: httpx.Client
+) -> None:
+    mark = cached_rows(running.services.folder.caches, "old_rows")
+    folder = running.services.folder.caches / "old_rows" / mark
+    for path in (folder, *folder.iterdir()):
+        os.utime(path, (time.time() - 7300,) * 2)
+
+    def told() -> str:
+        row = re.search(rf'<a href="/caches/old_rows/{mark}".*?</tr>', browser.get("/caches").text, re.DOTALL)
+        return re.search(r'data-label="Last used" class="num">(.*?)<', row[0])[1]
+
+    assert told() == "2 h ago"
+    opened = stoker.open_cache(folder)
+    assert told() != "2 h ago"
+    assert "s ago" not in told()
+    del opened
 
 
 PLANNED = {

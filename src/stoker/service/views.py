@@ -27,6 +27,7 @@ from stoker.service.kinds import IMAGE_SIZE, READ
 from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
 from stoker.service.services import Services
+from stoker.store.storage import NOTED_EVERY_S
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -694,6 +695,15 @@ def roughly_ago(seconds: float) -> str:
     return ago(seconds)
 
 
+def last_used(seconds: float) -> str:
+    """Return the time since a cache was used as text; it is noted at most once an hour.
+
+    >>> last_used(75), last_used(7300), last_used(200_000)
+    ('within the last hour', '2 h ago', '2 days ago')
+    """
+    return "within the last hour" if seconds < NOTED_EVERY_S else roughly_ago(seconds)
+
+
 def field_text(value: Any) -> str:
     """Return a field of a sample as text: a number, or shape, dtype and range of an array.
 
@@ -716,6 +726,7 @@ FILTERS: dict[str, Any] = {
     "bytes": format_bytes,
     "count": format_count,
     "field": field_text,
+    "last_used": last_used,
     "number": number,
     "percent": format_percent,
     "seconds": format_seconds,
