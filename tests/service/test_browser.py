@@ -467,7 +467,7 @@ def test_a_clean_up_asks_with_what_it_deletes_and_a_no_keeps_it(running: Running
     assert kept
 
     page.locator("#do-gc").click()
-    page.wait_for_function("document.querySelector('form[aria-busy]') === null")
+    page.locator("form[aria-busy]").wait_for(state="detached")
     assert [*running.services.folder.caches.glob("*/*/recipe.json")] == kept
     page.locator("#do-gc").click()
     page.locator("#freed .lines", has_text="Removed").wait_for()
@@ -714,6 +714,30 @@ def test_a_renewed_list_keeps_its_elements_its_focus_and_its_ticks(running: Runn
     page.get_by_role("link", name="a later name").wait_for(state="detached")
     assert row.evaluate("(row) => row.isConnected")
     assert page.evaluate("document.activeElement.id") == f"job-{id}"
+
+
+def test_the_actions_of_ticked_jobs_come_after_the_list_and_cover_no_focus(
+    running: Running, page: Any
+) -> None:
+    for n in range(12):
+        running.services.jobs.create(CONFIG, name=f"row {n}", epochs=3)
+    page.set_viewport_size({"width": 1280, "height": 420})
+    page.goto("/?q=row")
+    page.locator("[name=ids]").first.focus()
+    page.keyboard.press("Space")
+    page.get_by_text("1 job selected").wait_for()
+
+    active, passed = "document.activeElement", list[str]()
+    while page.evaluate(f"{active}.closest('#jobs') !== null"):
+        passed.append(page.evaluate(f"{active}.id"))
+        page.keyboard.press("Tab")
+        page.wait_for_timeout(50)
+        covered = page.evaluate(
+            f"(({{bottom}}, bar) => !bar.contains({active}) && bottom > bar.getBoundingClientRect().top)"
+            f"({active}.getBoundingClientRect(), document.getElementById('bulk'))"
+        )
+        assert not covered, passed
+    assert page.evaluate(f"{active}.closest('#bulk') !== null"), passed
 
 
 def test_the_focus_stays_at_the_actions_of_a_job(running: Running, page: Any) -> None:
