@@ -51,7 +51,7 @@ for (const one of [path.join(path.dirname(script), "early.js"), script]) {
   vm.runInContext(fs.readFileSync(one, "utf8"), context);
 }
 if (answer !== null && answer.result) {
-  process.stdout.write(JSON.stringify([context.told(answer.result), context.cleanRows(answer.result)]));
+  process.stdout.write(JSON.stringify([context.told(answer.result), context.cleanRows(answer.result), context.question(answer.result)]));
   process.exit(0);
 }
 setTimeout(() => {

@@ -232,6 +232,19 @@ def test_a_long_name_does_not_widen_a_list(running: Running, page: Any, width: i
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_the_reason_of_a_failure_has_the_width_of_the_list_and_two_lines(running: Running, page: Any) -> None:
+    _, attempt, queue = claimed(running, "fails")
+    words = "the encoder raised ValueError: expected 3 channels, got 4 in sample 17 of simulations/a.h5 " * 5
+    queue.finish(attempt, Outcome(state=State.FAILED, error=words), lines=[], position=0)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.goto("/")
+
+    reason = page.locator(".why p", has_text="expected 3 channels").first.bounding_box()
+    row = page.locator(".list tbody tr").first.bounding_box()
+    assert reason["width"] > 0.9 * row["width"]
+    assert 30 < reason["height"] < 50, "two lines of 20"
+
+
 @pytest.mark.parametrize("path", ["/", "/datasets", "/caches"])
 def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any, path: str) -> None:
     claimed(running, "on a phone")
@@ -239,7 +252,8 @@ def test_each_value_of_a_list_has_a_label_on_a_phone(running: Running, page: Any
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(path)
     labels = page.evaluate(
-        "[...document.querySelectorAll('.list tbody tr')].map((row) => [...row.cells].slice(1)"
+        "[...document.querySelectorAll('.list tbody tr:not(:has(> .why))')]"
+        ".map((row) => [...row.cells].slice(1)"
         ".filter((cell) => cell.checkVisibility()).map((cell) => getComputedStyle(cell, '::before').content))"
     )
     assert labels
@@ -437,6 +451,40 @@ def test_caches_are_verified_and_their_difference_is_shown(running: Running, pag
     shard.write_bytes(shard.read_bytes().replace(last, last[::-1]))
     page.get_by_role("button", name="Read every record").click()
     page.get_by_text("1 of 8 records are damaged").wait_for()
+
+
+def test_a_clean_up_asks_with_what_it_deletes_and_a_no_keeps_it(running: Running, page: Any) -> None:
+    two_caches(running)
+    asked = list[str]()
+    answers = iter((False, True))
+    page.on(
+        "dialog", lambda one: (asked.append(one.message), one.accept() if next(answers) else one.dismiss())
+    )
+    page.goto("/caches")
+    page.get_by_label("Newest caches to keep").fill("0")
+    page.get_by_label("unused for days").fill("0")
+    kept = [*running.services.folder.caches.glob("*/*/recipe.json")]
+    assert kept
+
+    page.locator("#do-gc").click()
+    page.locator("form[aria-busy]").wait_for(state="detached")
+    assert [*running.services.folder.caches.glob("*/*/recipe.json")] == kept
+    page.locator("#do-gc").click()
+    page.locator("#freed .lines", has_text="Removed").wait_for()
+
+    assert not [*running.services.folder.caches.glob("*/*/recipe.json")]
+    assert all(f"Delete {len(kept)} caches" in text and "KiB" in text for text in asked), asked
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("name", ["burgers_of_a_rather_long_experiment_train", "short_val"])
+def test_names_of_caches_that_have_room_are_not_cut(running: Running, page: Any, name: str) -> None:
+    cached_rows(running.services.folder.caches, name)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.goto("/caches")
+
+    cut = "(link) => link.scrollWidth > link.clientWidth"
+    assert not page.get_by_role("link", name=name).first.evaluate(cut)
 
 
 def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) -> None:
@@ -666,6 +714,30 @@ def test_a_renewed_list_keeps_its_elements_its_focus_and_its_ticks(running: Runn
     page.get_by_role("link", name="a later name").wait_for(state="detached")
     assert row.evaluate("(row) => row.isConnected")
     assert page.evaluate("document.activeElement.id") == f"job-{id}"
+
+
+def test_the_actions_of_ticked_jobs_come_after_the_list_and_cover_no_focus(
+    running: Running, page: Any
+) -> None:
+    for n in range(12):
+        running.services.jobs.create(CONFIG, name=f"row {n}", epochs=3)
+    page.set_viewport_size({"width": 1280, "height": 420})
+    page.goto("/?q=row")
+    page.locator("[name=ids]").first.focus()
+    page.keyboard.press("Space")
+    page.get_by_text("1 job selected").wait_for()
+
+    active, passed = "document.activeElement", list[str]()
+    while page.evaluate(f"{active}.closest('#jobs') !== null"):
+        passed.append(page.evaluate(f"{active}.id"))
+        page.keyboard.press("Tab")
+        page.wait_for_timeout(50)
+        covered = page.evaluate(
+            f"(({{bottom}}, bar) => !bar.contains({active}) && bottom > bar.getBoundingClientRect().top)"
+            f"({active}.getBoundingClientRect(), document.getElementById('bulk'))"
+        )
+        assert not covered, passed
+    assert page.evaluate(f"{active}.closest('#bulk') !== null"), passed
 
 
 def test_the_focus_stays_at_the_actions_of_a_job(running: Running, page: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,7 @@ from stoker.service.models import OperationOut
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes
-from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note, note_radio, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 STARTED = {
@@ -119,6 +121,24 @@ def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
     assert 'href="/caches/radio_train/0123456789abcdef"' in text
     table = browser.get("/parts/jobs").text
     assert re.search(r"<polyline points=\"0.0,2.0 96.0,22.0\"", table)
+
+
+def test_a_jobs_page_names_its_data_and_shows_the_settings_that_have_an_effect(
+    running: Running, browser: httpx.Client
+) -> None:
+    id = "00000000-0000-4000-8000-00000000abcd"
+    note(running.services, id, f"cells {HOSTILE}", "images", {"path": "/nowhere"})
+    config = {"dataset_ids": [id], "max_gdop": None, "n_mels": 128, "dropout_rate": 0.25}
+    job = running.services.jobs.create(config, name="on cells", epochs=3, dataset_ids=[id])[0].id
+
+    text = browser.get(f"/jobs/{job}").text
+
+    escaped = html.escape(f"cells {HOSTILE}")
+    assert f'Data: <a href="/datasets/{id}">{escaped}</a>' in text
+    assert f'<th scope="row">dataset_ids</th><td>{escaped}</td>' in text
+    assert '<th scope="row">dropout_rate</th><td>0.25</td>' in text
+    assert "max_gdop" not in text
+    assert "n_mels" not in text
 
 
 def test_buttons_are_those_that_the_state_allows(running: Running, browser: httpx.Client) -> None:
@@ -422,7 +442,8 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     jobs = running.services.jobs
     same = {**CONFIG, "seed": 7, "settings": {"model.width": 64}}
     good = jobs.create({**same, "learning_rate": 0.001}, name="good run", epochs=5)[0].id
-    bad = jobs.create({**same, "learning_rate": 0.01}, name=HOSTILE, epochs=5)[0].id
+    other = {"learning_rate": 0.01, "settings": {"model.width": 64, "model.depth": 2}}
+    bad = jobs.create({**same, **other}, name=HOSTILE, epochs=5)[0].id
     queue, attempt = taken(running, good)
     for n in (1, 2, 3):
         row = {"epoch": n, "val_loss": abs(n - 2) + 0.5, "p50_m": 10 * n}
@@ -442,12 +463,82 @@ def test_jobs_are_compared_by_results_and_by_the_settings_that_differ(
     assert row_of("Validation error, median (m)") == ["20", "–"], "of the best epoch"
     assert row_of("Epochs") == ["3 of 5", "0 of 5"]
     assert row_of("learning_rate") == ["0.001", "0.01"]
+    assert row_of("settings.model.depth") == ["default", "2"]
     assert '<th scope="row">seed</th>' not in text
     assert '<th scope="row">settings.model.width</th>' not in text
     assert HOSTILE not in text
     assert text == browser.get(f"/jobs/compare?ids={good}&ids={bad}").text
     table = browser.get("/parts/jobs").text
-    assert '<p class="why" title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+    assert '<p title="the loss is &lt;nan&gt;">the loss is &lt;nan&gt;</p>' in table
+
+
+def finished_epochs(running: Running, name: str, rows: list[dict[str, Any]], **started: Any) -> str:
+    """A job with epochs."""
+    id = made(running, name)
+    queue, attempt = taken(running, id)
+    lines = [Line(kind="started", data=started), *(Line(kind="metrics", data=row) for row in rows)]
+    queue.report(attempt, lines, 1)
+    return id
+
+
+def best_of(text: str) -> dict[str, list[str]]:
+    """The marked figures on a page that compares jobs, by row."""
+    rows = re.findall(r'<th scope="row">([^<]*)</th>(.*?)</tr>', text)
+    return {name: re.findall(r"<b>(.*?)</b>", cells) for name, cells in rows if "<b>" in cells}
+
+
+def test_the_best_figure_is_marked_unless_all_are_equal(running: Running, browser: httpx.Client) -> None:
+    def row(loss: float, right: float, rate: float) -> dict[str, Any]:
+        return {"epoch": 1, "train_loss": 0.5, "val_loss": loss, "accuracy": right, "learning_rate": rate}
+
+    ids = [
+        finished_epochs(running, "low", [row(0.25, 0.5, 0.1)]),
+        finished_epochs(running, "right", [row(0.75, 0.9, 0.2)]),
+        made(running, "waits"),
+    ]
+
+    text = browser.get("/jobs/compare?ids=" + ",".join(ids)).text
+
+    assert best_of(text) == {
+        "Best validation loss": ["0.25 in epoch 1"],
+        "Loss, validation": ["0.25"],
+        "Validation accuracy (%)": ["90"],
+    }
+
+
+def test_losses_on_other_caches_are_said_not_to_be_comparable(
+    running: Running, browser: httpx.Client
+) -> None:
+    def job(*prints: str, loss: float) -> str:
+        caches = [{"name": "cells", "fingerprint": one * 16} for one in prints]
+        row = {"epoch": 1, "val_loss": loss, "p50_m": 10 * loss}
+        return finished_epochs(running, "on caches", [row], caches=caches)
+
+    one, same, other = job("a", "b", loss=0.5), job("a", "b", loss=0.25), job("a", "c", loss=0.125)
+
+    together = browser.get(f"/jobs/compare?ids={one},{same}").text
+    apart = browser.get(f"/jobs/compare?ids={one},{other}").text
+
+    assert 'id="other-caches"' not in together
+    assert "Best validation loss" in best_of(together)
+    assert 'id="other-caches"' in apart
+    assert best_of(apart) == {"Validation error, median (m)": ["1.25"]}
+
+
+def test_jobs_that_generate_data_are_left_out_of_a_comparison(
+    running: Running, browser: httpx.Client
+) -> None:
+    jobs = running.services.jobs
+    made_data = jobs.create({"rows": 3}, name="makes rows", epochs=1, kind="generation", dataset_ids=["x"])
+    one, other = made(running, "one"), made(running, "other")
+
+    text = browser.get(f"/jobs/compare?ids={one},{made_data[0].id},{other}").text
+    answer = browser.get(f"/jobs/compare?ids={one},{made_data[0].id}")
+
+    assert "makes rows" in text
+    assert f'href="/jobs/{made_data[0].id}"' not in text
+    assert '<th scope="row">rows</th>' not in text
+    assert answer.status_code == 422
 
 
 def test_curves_of_long_jobs_are_compared_with_fewer_points(
@@ -522,12 +613,13 @@ def test_a_preview_of_a_clean_up_says_in_words_what_would_go(tmp_path: Path) -> 
     plan = collect(tmp_path, GcPolicy(keep=0, unprotected=True), dry_run=True)
     (gone,) = plan.removed
 
-    text, rows = seen_after_its_stream_was_refused({"result": plan.to_json()})
+    text, rows, question = seen_after_its_stream_was_refused({"result": plan.to_json()})
 
     assert format_bytes(plan.bytes_removed) in text
     assert not {*'{}[]"_'} & {*text}, "no JSON, and no names of its members"
     cache = f"radio_train/{Path(gone.path).name}"
-    assert rows[0] == [cache, "would go", gone.reason, format_bytes(gone.bytes), "now"]
+    assert rows[0] == [cache, "would go", gone.reason, format_bytes(gone.bytes), "within the last hour"]
+    assert question == f"Delete 1 cache, {format_bytes(plan.bytes_removed)}, permanently?"
     assert rows[1][:3] == [f"cells/{opened.fingerprint}", "stays", "in use: a process has it open"]
 
 
@@ -536,6 +628,25 @@ def test_a_cache_has_a_button_that_deletes_it(running: Running, browser: httpx.C
     mark = cached_rows(folder, "rows")
 
     assert f'hx-delete="/api/v1/training/caches/rows/{mark}"' in browser.get(f"/caches/rows/{mark}").text
+
+
+def test_the_last_use_of_a_cache_is_told_as_finely_as_it_is_noted(
+    running: Running, browser: httpx.Client
+) -> None:
+    mark = cached_rows(running.services.folder.caches, "old_rows")
+    folder = running.services.folder.caches / "old_rows" / mark
+    for path in (folder, *folder.iterdir()):
+        os.utime(path, (time.time() - 7300,) * 2)
+
+    def told() -> str:
+        row = re.search(rf'<a href="/caches/old_rows/{mark}".*?</tr>', browser.get("/caches").text, re.DOTALL)
+        return re.search(r'data-label="Last used" class="num">(.*?)<', row[0])[1]
+
+    assert told() == "2 h ago"
+    opened = stoker.open_cache(folder)
+    assert told() != "2 h ago"
+    assert "s ago" not in told()
+    del opened
 
 
 PLANNED = {
@@ -650,6 +761,21 @@ def test_a_list_keeps_its_filter_in_every_link(
     )
     for wrong in ("status=gone", "kind=gone", "sort=gone"):
         assert browser.get(f"/?{wrong}").status_code == 404
+
+
+def test_states_are_counted_within_the_rest_of_the_filter(running: Running, browser: httpx.Client) -> None:
+    jobs = running.services.jobs
+    ids = [jobs.create(CONFIG, name=f"counted {n}", epochs=3)[0].id for n in range(3)]
+    jobs.pause(ids[0])
+
+    def counts(query: str) -> dict[str, str]:
+        text = browser.get(f"/parts/jobs?{query}").text
+        found = re.findall(r'id="only-([a-z]+)".*?<span class="count">(.*?)</span>', text)
+        return {state: count for state, count in found if count != "0"}
+
+    assert counts("q=counted&status=paused") == {"queued": "2", "paused": "1"}
+    assert counts("q=zzz") == {}
+    assert "No jobs match" in browser.get("/parts/jobs?q=zzz").text
 
 
 def test_a_job_that_waits_for_data_names_the_data_set_and_the_job_that_generates_it(

@@ -208,9 +208,10 @@ class Jobs:
             rows = connection.execute(newest).scalars()
             return sorted([*dict.fromkeys(tag for tags in rows for tag in tags)][:limit])
 
-    def counts(self) -> dict[State, int]:
-        """Return the number of jobs in each state."""
-        query = sa.select(JOBS.c.state, sa.func.count()).group_by(JOBS.c.state)
+    def counts(self, which: JobFilter | None = None) -> dict[State, int]:
+        """Return the number of jobs of a filter, or of all, in each state."""
+        query = sa.select(JOBS.c.state, sa.func.count()).where(condition(_filter(which)))
+        query = query.group_by(JOBS.c.state)
         with self._database.reading() as connection:
             found = {State(state): count for state, count in connection.execute(query)}
         return {state: found.get(state, 0) for state in State}

@@ -10,7 +10,8 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -62,6 +63,7 @@ from stoker.service.views import (
     filter_of,
     flat,
     form_fields,
+    has_effect,
     histograms,
     is_live,
     left_s,
@@ -312,13 +314,22 @@ def show_form(
 def compare_jobs(
     request: Request, services: ServicesDep, ids: Annotated[Sequence[str], Query()] = ()
 ) -> Response:
-    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`."""
+    """Return the curves, figures and settings of several jobs, `?ids=A,B` or `?ids=A&ids=B`.
+
+    Jobs that generate a data set are left out.
+    """
     wanted = [*dict.fromkeys(id for part in ids for id in part.split(",") if id)]
     if not 2 <= len(wanted) <= MOST_COMPARED:
         raise ConfigError(
             f"{len(wanted)} jobs are to be compared", hint=f"Tick 2 to {MOST_COMPARED} in the list of jobs"
         )
-    jobs = [services.jobs.get(id) for id in wanted]
+    found = [services.jobs.get(id) for id in wanted]
+    jobs = [job for job in found if job.kind == "training"]
+    if len(jobs) < 2:
+        raise ConfigError(
+            f"{len(jobs)} of these {len(found)} jobs trains; the others generate data sets",
+            hint=f"Tick 2 to {MOST_COMPARED} training jobs in the list of jobs",
+        )
     names = [job.name for job in jobs]
     labels = [job.name if names.count(job.name) == 1 else f"{job.name} {job.id[:8]}" for job in jobs]
     rows = [
@@ -329,16 +340,17 @@ def compare_jobs(
         {**run_of(job, thinned(of_job, job.best_epoch, POINTS_COMPARED)), "name": label}
         for job, of_job, label in zip(jobs, rows, labels, strict=True)
     ]
-    datasets = {one.id: one.name for one in services.datasets.list(limit=500)}
-    configs = [
-        {**job.config, "epochs": job.epochs, "dataset_ids": [datasets.get(id, id) for id in job.dataset_ids]}
-        for job in jobs
-    ]
+    datasets = {one.id: one for one in services.datasets.list(limit=500)}
+    configs = [{**job.config, "epochs": job.epochs, "dataset_ids": _names(datasets, job)} for job in jobs]
+    kinds = [_kind(datasets, job) for job in jobs]
+    inputs = [{print for _, print in caches} for caches in _caches_by_job(services, jobs).values() if caches]
+    same_caches = all(one == inputs[0] for one in inputs)
     return page(
         request, "compare.html", title="Compare jobs", jobs=jobs, labels=labels,
         drawn={"charts": charts_by_quantity(), "runs": runs}, rows=any(rows),
         left_out=[label for label, of_job in zip(labels, rows, strict=True) if len(of_job) > POINTS_COMPARED],
-        outcomes=outcomes(jobs, rows), differences=differences(configs),
+        generating=[job.name for job in found if job not in jobs], same_caches=same_caches,
+        outcomes=outcomes(jobs, rows, same_caches=same_caches), differences=differences(configs, kinds),
     )  # fmt: skip
 
 
@@ -375,7 +387,8 @@ def show_job(request: Request, services: ServicesDep, job_id: Id) -> Response:
     drawn = {"charts": charts(), "runs": [run_of(context["job"], rows)]}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
-        shown=TABLE_EPOCHS, log=_log(services, job_id), **_timeline(services, context["job"]), **context,
+        shown=TABLE_EPOCHS, log=_log(services, job_id), **_data_of(services, context["job"]),
+        **_timeline(services, context["job"]), **context,
     )  # fmt: skip
 
 
@@ -569,14 +582,15 @@ def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
     which = filter_of(request.query_params.multi_items())
     found = services.jobs.list(which, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
     lines = {job.id: spark(_recent(services, job.id, job.epoch)) for job in found}
-    total, counts = services.jobs.count(which), services.jobs.counts()
+    total, counts = services.jobs.count(which), services.jobs.counts(replace(which, states=frozenset()))
     tags = {tag: list_link(which, tags=(*which.tags, tag)) for job in found for tag in job.tags}
     return {
         "jobs": found, "waits": services.datasets.generated_for(found), "lines": lines, "which": which,
         "chips": state_chips(which, counts),
         "heads": column_heads(which), "tag_links": tags, "every_state": list_link(which, states=frozenset()),
         "newer": list_link(which, number - 1), "older": list_link(which, number + 1),
-        "query": query_of(which, number), "number": number, "total": total, "every_job": sum(counts.values()),
+        "query": query_of(which, number), "number": number, "total": total,
+        "any_job": bool(sum(counts.values()) or services.jobs.count()),
         "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 
@@ -608,6 +622,27 @@ def _job(services: Services, id: str) -> dict[str, Any]:
         "job": job, "actions": actions(job), "live": is_live(job), "now": now,
         "tiers": tier_bar(started), "told": told, "newest": rows[-1] if rows else {},
     }  # fmt: skip
+
+
+def _names(datasets: Mapping[str, Dataset], job: Job) -> list[str]:
+    """Return the data sets of a job by name, or by id if they are gone."""
+    return [datasets[id].name if id in datasets else id for id in job.dataset_ids]
+
+
+def _data_of(services: Services, job: Job) -> dict[str, Any]:
+    """Return the data sets of a job, and its settings that have an effect on their kind."""
+    datasets = {one.id: one for one in _datasets_of(services, [job])}
+    kind = _kind(datasets, job)
+    settings = {
+        name: _names(datasets, job) if name == "dataset_ids" else value
+        for name, value in job.config.items()
+        if has_effect(name, kind)
+    }
+    return {"datasets": [datasets[id] for id in job.dataset_ids if id in datasets], "settings": settings}
+
+
+def _kind(datasets: Mapping[str, Dataset], job: Job) -> str | None:
+    return next((datasets[id].kind for id in job.dataset_ids if id in datasets), None)
 
 
 def _timeline(services: Services, job: Job) -> dict[str, Any]:

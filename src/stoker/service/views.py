@@ -27,6 +27,7 @@ from stoker.service.kinds import IMAGE_SIZE, READ
 from stoker.service.listing import MAX_TAGS, NEWEST, SORTS, JobFilter
 from stoker.service.models import utc
 from stoker.service.services import Services
+from stoker.store.storage import NOTED_EVERY_S
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
 )
 """Title, unit, and lines: name in a row of metrics, label and factor."""
+BETTER: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("train_loss", "val_loss", "p50_m", "p95_m", "rmse_m", "val_nrmse"), "lower"),
+        "accuracy": "higher",
+    }
+)
+"""Whether the lower or the higher of two figures is the better one; of others neither is."""
 BRIEF_STATES = frozenset({State.PENDING, State.PAUSING, State.CANCELLING})
 """States of a moment."""
 COLUMNS: tuple[tuple[str, str | None, bool], ...] = (
@@ -351,31 +359,60 @@ def charts_by_quantity() -> list[dict[str, Any]]:
     return found
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def differences(
+    configs: Sequence[Mapping[str, Any]], kinds: Sequence[str | None]
+) -> list[tuple[str, list[str]]]:
     """Return the settings that are not the same in all configurations: name, and the text in each.
 
-    >>> differences([{"seed": 0, "settings": {"a": 1}}, {"seed": 0, "settings": {}}])
-    [('settings.a', ['1', '–'])]
+    Args:
+        configs: The configurations.
+        kinds: Kind of data of each; a field without an effect on it is an en dash. None: it is not known.
+
+    >>> differences([{"seed": 0, "settings": {"a": 1}}, {"seed": 0, "settings": {}}], ["hdf5", "hdf5"])
+    [('settings.a', ['1', 'default'])]
     """
-    each = [dict(flat(config)) for config in configs]
+    each = [dict(flat({**config, "settings": config.get("settings") or {}})) for config in configs]
+    for one in each:
+        one.pop("settings", None)
     names = dict.fromkeys(name for one in each for name in one)
-    rows = [(name, [one.get(name, "–") for one in each]) for name in names]
-    return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
+    rows = [(name, [one.get(name, "default") for one in each]) for name in names]
+    return [
+        (name, [text if has_effect(name, kind) else "–" for text, kind in zip(texts, kinds, strict=True)])
+        for name, texts in rows
+        if len(set(texts)) > 1
+    ]
 
 
-def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
-    """Return what came of jobs: name of a figure, and its text for each job; the best loss comes first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure of one of several jobs."""
+
+    text: str
+    is_best: bool = False
+    """Better than that of another job, and worse than none."""
+
+
+def outcomes(
+    jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]], *, same_caches: bool = True
+) -> list[tuple[str, list[Figure]]]:
+    """Return what came of jobs: name of a figure, and that of each job; the best loss comes first.
 
     Figures of `CHARTS` are those of the best epoch, or of the last without validation.
+
+    Args:
+        jobs: The jobs.
+        rows: Metrics of each.
+        same_caches: False: losses are of different inputs, so none is the best.
     """
-    best = [
+    losses = [job.best_val_loss if job.best_epoch else None for job in jobs]
+    texts = [
         f"{number(job.best_val_loss)} in epoch {job.best_epoch}" if job.best_epoch else "–" for job in jobs
     ]
     kept = [
         next((row for row in of_job if row["epoch"] == job.best_epoch), of_job[-1] if of_job else {})
         for job, of_job in zip(jobs, rows, strict=True)
     ]
-    found = [("Best validation loss", best)]
+    found = [("Best validation loss", _ranked(losses, texts, "lower" if same_caches else None))]
     for chart in charts_by_quantity():
         values = [
             next((row[one["name"]] * one["factor"] for one in chart["series"] if _is_number(row, one)), None)
@@ -383,14 +420,23 @@ def outcomes(jobs: Sequence[Job], rows: Sequence[Sequence[Mapping[str, Any]]]) -
         ]
         if any(value is not None for value in values):
             unit = f" ({chart['unit']})" if chart["unit"] else ""
-            found.append((chart["title"] + unit, [number(value) for value in values]))
+            better = next((BETTER[one["name"]] for one in chart["series"] if one["name"] in BETTER), None)
+            better = better if same_caches or chart["unit"] else None
+            found.append((chart["title"] + unit, _ranked(values, [*map(number, values)], better)))
     took = ["–" if job.started is None or job.ended is None else format_seconds(job.worked_s) for job in jobs]
     epochs = [f"{job.epoch} of {job.epochs}" for job in jobs]
+    rest = [("Epochs", epochs), ("Duration", took), ("Tier", [job.tier or "–" for job in jobs])]
+    return [*found, *((name, [Figure(text=text) for text in texts]) for name, texts in rest)]
+
+
+def _ranked(values: Sequence[float | None], texts: Sequence[str], better: str | None) -> list[Figure]:
+    """Return figures with the best marked, to the digits that are shown."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    shown = {number(value) for value in known}
+    best = number(max(known) if better == "higher" else min(known)) if better and len(shown) > 1 else None
     return [
-        *found,
-        ("Epochs", epochs),
-        ("Duration", took),
-        ("Tier", [job.tier or "–" for job in jobs]),
+        Figure(text=text, is_best=best is not None and number(value) == best)
+        for value, text in zip(values, texts, strict=True)
     ]
 
 
@@ -586,6 +632,15 @@ def kinds_of(field: str) -> tuple[str, ...]:
     return () if len(kinds) == len(UNUSED_FIELDS) else kinds
 
 
+def has_effect(field: str, kind: str | None) -> bool:
+    """Return True if a field of `JobConfig` has an effect on a kind of data; all have if that is None.
+
+    >>> has_effect("max_gdop", "images"), has_effect("max_gdop", "radio")
+    (False, True)
+    """
+    return field not in WITHOUT_EFFECT and field not in UNUSED_FIELDS.get(kind or "", ())
+
+
 def number(value: float | None) -> str:
     """Return a figure with four significant digits, large ones to the unit, or an en dash for None.
 
@@ -637,6 +692,15 @@ def roughly_ago(seconds: float) -> str:
     return ago(seconds)
 
 
+def last_used(seconds: float) -> str:
+    """Return the time since a cache was used as text; it is noted at most once an hour.
+
+    >>> last_used(75), last_used(7300), last_used(200_000)
+    ('within the last hour', '2 h ago', '2 days ago')
+    """
+    return "within the last hour" if seconds < NOTED_EVERY_S else roughly_ago(seconds)
+
+
 def field_text(value: Any) -> str:
     """Return a field of a sample as text: a number, or shape, dtype and range of an array.
 
@@ -659,6 +723,7 @@ FILTERS: dict[str, Any] = {
     "bytes": format_bytes,
     "count": format_count,
     "field": field_text,
+    "last_used": last_used,
     "number": number,
     "percent": format_percent,
     "seconds": format_seconds,

@@ -509,7 +509,8 @@ function why(answer) {
   return [answer.fact || answer.error, answer.hint].filter(Boolean).join("\n");
 }
 
-async function finish(operation, place) {
+// Returns an operation when it has ended; null if the session has.
+async function ended(operation, place) {
   let now = operation;
   while (now.state === "running") {
     const far = now.total ? `${now.done.toLocaleString("en")} of ${now.total.toLocaleString("en")}, ` : "";
@@ -518,10 +519,16 @@ async function finish(operation, place) {
     const reply = await ask(`/api/v1/training/operations/${now.id}`, "GET");
     if (reply.status === 401) {
       sessionEnded();
-      return;
+      return null;
     }
     now = reply.ok ? reply.answer : {state: "failed", error: why(reply.answer)};
   }
+  return now;
+}
+
+async function finish(operation, place) {
+  const now = await ended(operation, place);
+  if (!now) return;
   if (now.state !== "failed" && "report" in (now.result || now)) { // of a data set, which the page shows
     location.reload();
     return;
@@ -531,6 +538,26 @@ async function finish(operation, place) {
   text.textContent = now.state === "failed" ? now.error : told(now.result);
   place.replaceChildren(text);
   if (now.state !== "failed" && "caches" in now.result) showClean(now.result, text);
+}
+
+// Asks whether to delete what a preview lists; returns false, with the preview shown, if that is nothing.
+async function confirmed(operation, place) {
+  const preview = await ended(operation, place);
+  if (!preview) return false;
+  if (preview.state === "failed" || !preview.result.removed.length) {
+    await finish(preview, place);
+    return false;
+  }
+  place.replaceChildren();
+  return confirm(question(preview.result));
+}
+
+function question(result) {
+  const caches = result.caches.filter((one) => one.removed).length;
+  const others = result.removed.length - caches;
+  const parts = [[caches, "cache"], [others, "leftover file"]].filter(([count]) => count);
+  const text = parts.map(([count, name]) => `${count} ${name}${count === 1 ? "" : "s"}`).join(" and ");
+  return `Delete ${text}, ${size(result.bytes_removed)}, permanently?`;
 }
 
 function told(result) {
@@ -558,8 +585,10 @@ function element(name, text, className = "") {
   return made;
 }
 
-function ago(seconds) {
-  return seconds < 60 ? "now" : seconds < 172800 ? `${duration(seconds)} ago` : `${Math.round(seconds / 86400)} days ago`;
+// The use of a cache is noted at most once an hour.
+function lastUsed(seconds) {
+  if (seconds < 3600) return "within the last hour";
+  return seconds < 172800 ? `${Math.floor(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
 // What a clean-up removes: a sentence, and a line for each thing that is no cache; those are rows of a table.
@@ -576,7 +605,7 @@ function cleaned(result) {
 function cleanRows(result) {
   const goes = result.dry_run ? "would go" : "removed";
   return [...result.caches].sort((a, b) => b.removed - a.removed)
-    .map((one) => [`${one.name}/${one.fingerprint}`, one.removed ? goes : "stays", one.rule, size(one.bytes), ago(one.unused_s)]);
+    .map((one) => [`${one.name}/${one.fingerprint}`, one.removed ? goes : "stays", one.rule, size(one.bytes), lastUsed(one.unused_s)]);
 }
 
 function showClean(result, text) {
@@ -620,13 +649,19 @@ document.addEventListener("submit", async (event) => {
   event.preventDefault();
   if (form.getAttribute("aria-busy") === "true") return;
   const pressed = event.submitter;
-  if (pressed && pressed.dataset.confirm && !confirm(pressed.dataset.confirm)) return;
   say("");
   const body = bodyOf(form, pressed);
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
   form.setAttribute("aria-busy", "true"); // not `disabled`, which takes the focus
   try {
-    const {ok, status, answer, address} = await ask(form.getAttribute("action"), form.dataset.method || "POST", body, headers);
+    const send = (some) => ask(form.getAttribute("action"), form.dataset.method || "POST", some, headers);
+    const asks = pressed && "preview" in pressed.dataset;
+    let reply = await send(asks ? {...body, dry_run: true} : body);
+    if (asks && reply.ok) {
+      if (!await confirmed(reply.answer, document.querySelector(form.dataset.operation))) return;
+      reply = await send(body);
+    }
+    const {ok, status, answer, address} = reply;
     filled &&= !ok;
     if (status === 401) sessionEnded();
     else if (!ok) {
@@ -692,7 +727,8 @@ function showTicked() {
   const hadFocus = bulk.contains(document.activeElement);
   bulk.hidden = !boxes.length;
   document.getElementById("ticked").textContent = `${counted(boxes.length)} selected`;
-  bulk.querySelector("#compare button").disabled = boxes.length < 2 || boxes.length > 8;
+  bulk.querySelector("#compare button").disabled = boxes.length > 8
+    || boxes.filter((box) => box.dataset.kindOf === "training").length < 2;
   bulk.querySelector("[data-bulk=clone]").disabled = boxes.length !== 1 || boxes[0].dataset.kindOf !== "training";
   if (hadFocus && bulk.hidden) document.getElementById("bulk-result").focus({preventScroll: true});
 }
