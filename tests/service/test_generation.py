@@ -11,13 +11,15 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.extras.radio.demo import RadioSpec, radio_rows, write_radio
-from stoker.service.database import State
+from stoker.service.database import JOBS, METRICS, State
 from stoker.service.folders import JobFile
+from stoker.service.job_config import JobConfig
 from stoker.service.jobs import JobQueue, Outcome
 from stoker.service.journal import Journal, Line
 from stoker.service.runs import generate
 from stoker.service.server import create_app
 from stoker.service.services import Services, open_services
+from stoker.service.views import USERS, similar_job
 from tests.service.job_folders import lines
 from tests.service.running import ask
 
@@ -103,3 +105,24 @@ def test_the_page_of_a_data_set_follows_the_job_that_makes_it(services: Services
     queue.finish(attempt, Outcome(state=State.COMPLETED), lines=[], position=9)
     assert say(services, "GET", part).headers["hx-refresh"] == "true"
     assert part not in say(services, "GET", "/datasets/a").body.decode()
+
+
+def test_the_page_of_a_data_set_finds_its_jobs_among_many_newer_ones(services: Services) -> None:
+    body = {"kind": "radio", "name": "a", "rows": 40}
+    begun = say(services, "POST", f"{API}/datasets/generate", body).json()
+    id, maker = begun["dataset"]["id"], begun["job"]["id"]
+    jobs = services.jobs
+    older, _ = jobs.create({"batch_size": 8}, name="older", epochs=1, dataset_ids=[id])
+    row = {"epoch": 1, "seconds": 2.0}
+    with services.database.writing() as connection:
+        connection.execute(JOBS.update().where(JOBS.c.id == older.id).values(epoch=1))
+        connection.execute(METRICS.insert().values(job=older.id, epoch=1, at=1.0, data=row))
+    for number in range(USERS):
+        jobs.create({}, name=f"other {number}", epochs=1, dataset_ids=["other"])
+
+    for path in ("/datasets/a", f"/parts/datasets/{id}/making"):
+        assert maker in say(services, "GET", path).body.decode()
+    assert older.id in say(services, "GET", "/datasets/a").body.decode()
+    similar, seconds = similar_job(services, JobConfig(dataset_ids=("a",), batch_size=8))
+    assert similar is not None
+    assert (similar.id, seconds) == (older.id, 2.0)

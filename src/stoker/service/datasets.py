@@ -264,19 +264,22 @@ class Datasets:
         named = {key for job in jobs for key in job.dataset_ids if waits_for_data(job)}
         if not named:
             return {}
-        maker = JOBS.c.key.startswith(sa.literal("make ") + DATASETS.c.id + " ")
-        query = sa.select(DATASETS.c.id, DATASETS.c.name, JOBS.c.id, JOBS.c.name, JOBS.c.state).where(
-            sa.or_(DATASETS.c.id.in_(named), DATASETS.c.name.in_(named)),
-            DATASETS.c.health == "making",
-            JOBS.c.kind == "generation",
-            JOBS.c.state.not_in(tuple(ENDED_STATES)),
-            maker,
+        query = sa.select(DATASETS.c.id, DATASETS.c.name).where(
+            sa.or_(DATASETS.c.id.in_(named), DATASETS.c.name.in_(named)), DATASETS.c.health == "making"
         )
         with self._database.reading() as connection:
-            found = [
-                (id, DatasetWait(id=id, name=name, job=job, job_name=job_name, job_state=State(state)))
-                for id, name, job, job_name, state in connection.execute(query)
-            ]
+            making = {one.id: one.name for one in connection.execute(query)}
+            makers = _makers(connection, [*making]) if making else {}
+        found = [
+            (
+                id,
+                DatasetWait(
+                    id=id, name=making[id], job=job.id, job_name=job.name, job_state=State(job.state)
+                ),
+            )
+            for id, job in makers.items()
+            if State(job.state) not in ENDED_STATES
+        ]
         by_key = {wait.name: wait for _, wait in found} | dict(found)
         waits = {
             job.id: [by_key[id] for id in job.dataset_ids if id in by_key]
@@ -284,6 +287,15 @@ class Datasets:
             if waits_for_data(job)
         }
         return {id: some for id, some in waits.items() if some}
+
+    def maker(self, dataset: Dataset) -> str | None:
+        """Return the id of the job that generates a data set; None: it is not being generated, or the job is
+        gone."""
+        if dataset.health != "making":
+            return None
+        with self._database.reading() as connection:
+            job = _makers(connection, [dataset.id]).get(dataset.id)
+        return None if job is None else job.id
 
     def check_access(self, dataset: Dataset) -> None:
         """Refuse a data set that the service may not read since this start; errors as `DataAccess.check`."""
@@ -467,20 +479,27 @@ def unmade(dataset: Dataset) -> str | None:
 
 def _settled(database: Database, connection: sa.Connection, datasets: list[Dataset]) -> list[Dataset]:
     """Return data sets in their real state: one whose job has ended is not `making`."""
-    if not any(one.health == "making" for one in datasets):
+    making = [one.id for one in datasets if one.health == "making"]
+    if not making:
         return datasets
     now = connection.execute(sa.select(database.wall)).scalar_one()
-    return [_as_made(connection, one, now) if one.health == "making" else one for one in datasets]
+    makers = _makers(connection, making)
+    return [_as_made(one, makers.get(one.id), now) if one.health == "making" else one for one in datasets]
 
 
-def _as_made(connection: sa.Connection, dataset: Dataset, now: float) -> Dataset:
+def _makers(connection: sa.Connection, ids: Sequence[str]) -> dict[str, Any]:
+    """Return `id`, `name` and `state` of the newest job that generates each data set, by that one's id."""
+    of_dataset = JOBS.c.key.startswith(sa.literal("make ") + DATASETS.c.id + " ")
     query = (
-        sa.select(JOBS.c.id, JOBS.c.state)
-        .where(JOBS.c.kind == "generation", JOBS.c.key.startswith(f"make {dataset.id} "))
-        .order_by(JOBS.c.number.desc())
-        .limit(1)
+        sa.select(DATASETS.c.id.label("dataset"), JOBS.c.id, JOBS.c.name, JOBS.c.state)
+        .join(JOBS, of_dataset)
+        .where(DATASETS.c.id.in_(ids), JOBS.c.kind == "generation")
+        .order_by(JOBS.c.number)
     )
-    maker = connection.execute(query).first()
+    return {row.dataset: row for row in connection.execute(query)}
+
+
+def _as_made(dataset: Dataset, maker: Any, now: float) -> Dataset:
     if maker is None and now - dataset.created < MAKER_S:
         return dataset  # the request that added it creates the job next
     if maker is not None and State(maker.state) not in ENDED_STATES:

@@ -11,6 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +44,7 @@ from stoker.service.api import (
 from stoker.service.database import WAITING_STATES
 from stoker.service.datasets import Dataset
 from stoker.service.jobs import Job
-from stoker.service.listing import SORT_LABELS
+from stoker.service.listing import SORT_LABELS, JobFilter
 from stoker.service.models import FileOut, JobRequest, error_body, status_of
 from stoker.service.security import SESSION_S, wants_page
 from stoker.service.services import Services, ServicesDep, look_at_machine, services_of
@@ -656,16 +657,16 @@ def _log(services: Services, id: str) -> dict[str, Any]:
 
 
 def _jobs_on(services: Services, dataset: Dataset) -> list[Job]:
-    """Return the newest jobs that name a data set."""
-    names = {dataset.id, dataset.name}
-    return [job for job in services.jobs.list(limit=USERS) if names & {*job.dataset_ids}]
+    """Return the newest jobs on a data set."""
+    return services.jobs.list(JobFilter(dataset=dataset.id), limit=USERS)
 
 
 def _maker(services: Services, dataset: Dataset) -> Job | None:
     """Return the job that generates a data set; None if it is not being generated, or the job is gone."""
-    if dataset.health != "making":
-        return None
-    return next((job for job in _jobs_on(services, dataset) if job.kind == "generation"), None)
+    id = services.datasets.maker(dataset)
+    with suppress(NotFoundError):
+        return None if id is None else services.jobs.get(id)
+    return None
 
 
 def _users(services: Services, fingerprint: str) -> list[Job]:

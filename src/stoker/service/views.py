@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PACE_EPOCHS = 6
 """Last epochs that tell how long the others take."""
 USERS = 100
-"""Newest jobs that are searched for users of a cache or data set."""
+"""Newest jobs of a data set that are shown, and of all that are searched for users of a cache."""
 LEAST_PROGRESS = 0.02
 """Part of the job that must be done before the time left is told, while there are no two epochs."""
 WIDTH, HEIGHT = 96, 24
@@ -295,9 +295,9 @@ def similar_job(services: Services, config: JobConfig) -> tuple[SimilarJob | Non
     found: tuple[SimilarJob, float] | None = None
     wanted = services.datasets.resolve(config.dataset_ids)
     words = {word for one in wanted for word in (one.id, one.name)}
-    for job in services.jobs.list(limit=USERS):
+    for job in services.jobs.list(JobFilter(kind="training", dataset=wanted[0].id), limit=USERS):
         is_same = len(job.dataset_ids) == len(wanted) and words.issuperset(job.dataset_ids)
-        if job.epoch < 1 or job.kind != "training" or not is_same:
+        if job.epoch < 1 or not is_same:
             continue
         after = max(0, job.epoch - PACE_EPOCHS)
         rows = cast(
