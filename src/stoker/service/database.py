@@ -626,7 +626,7 @@ class Database:
         raw.set_progress_handler(lambda: time.monotonic() - started > self._statement_s, _STEPS)
 
 
-def _lower(value: object) -> object:
+def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
