@@ -1,8 +1,8 @@
 """Addresses of the earlier training service that its clients still use.
 
-A request to a renamed address is sent to the new one (`LegacyAddresses`), so each route exists once; only the
-check of a data set by GET is a route of its own. What the earlier service had and this one lacks answers 410
-and names the replacement. All are behind the same guard as every other address.
+A request to a renamed address is sent to the new one (`LegacyAddresses`), so each route exists once. Only
+the check of a data set by GET is a route of its own. What the earlier service had and this one lacks answers
+410 and names the replacement. All are behind the same guard as every other address.
 """
 
 from __future__ import annotations
