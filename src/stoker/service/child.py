@@ -130,7 +130,7 @@ def _fail(journal: Journal, error: Exception) -> int:
 
 
 def _said(error: Exception) -> str:
-    """Return why the job failed; arguments of the library are settings of a job, and commands buttons of it."""
+    """Return why the job failed; arguments of the library are settings there, and runs are jobs."""
     if not isinstance(error, StokerError) or not error.arguments:
         return str(error)
     from stoker.config.names import in_settings
@@ -147,7 +147,7 @@ _INSTEAD = (
     ("run it again", "resume the job"),
     ("To continue without them: ", "To continue without them, clone the job with "),
 )
-"""What a message says of a run, and what is done with a job: one that is resumed reads repaired files again."""
+"""What a message says of a run, and what is done with a job; one that is resumed reads repaired files."""
 
 
 def _is_full(error: BaseException | None) -> bool:
