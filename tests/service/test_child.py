@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_a_job_says_what_it_does_and_leaves_its_weights(tmp_path: Path, in_proce
 def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: Any) -> None:
     dataset = radio_dataset(tmp_path)
     cases = {
-        "max_gdop": ({"max_gdop": 0.001}, "drops all 300 rows"),
+        "max_gdop": ({"max_gdop": 0.001}, "max_gdop=0.001: drops all 300 rows"),
         "config": ({"n_fft": 5}, "n_fft=5 has no effect"),
         "gpu": ({"accelerator": "gpu"}, "sees no CUDA device"),
     }
@@ -99,6 +100,28 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
         (failed,) = lines(folder, "failed")
         assert why in failed["data"]["error"], name
         assert code not in (0, 75)
+
+
+def test_the_cure_of_bad_samples_is_one_of_the_service(tmp_path: Path, in_process: Any) -> None:
+    dataset = images_dataset(tmp_path)
+    broken = sorted((tmp_path / "images").rglob("*.png"))[3]
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:200])
+    given: dict[str, Any] = {"batch_size": 8, "epochs": 1, "validation_split": 0.25}
+    folder = make_job(tmp_path, dataset, **given)
+
+    assert in_process(folder) != 0
+
+    error = lines(folder, "failed")[0]["data"]["error"]
+    assert "cached" not in error
+    assert "run again" not in error
+    assert "resume the job" in error
+    (setting,) = re.findall(r"clone the job with precompute.max_quarantined=(\S+)", error)
+    more = {"precompute.max_quarantined": json.loads(setting)}
+    assert in_process(make_job(tmp_path, dataset, name="clone", settings=more, **given)) == 0
+    broken.write_bytes(whole)
+    assert in_process(make_job(tmp_path, dataset, again=True, **given)) == 0, "resumed, once it is repaired"
+    assert lines(folder, "started")[-1]["data"]["quarantined"] == 0
 
 
 @pytest.mark.parametrize(

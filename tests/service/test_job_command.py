@@ -19,7 +19,7 @@ from stoker.service.jobs import Job, JobQueue, Jobs, Outcome
 from stoker.service.journal import Line
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
-from tests.service.running import CONFIG, Running, note_radio, serving
+from tests.service.running import CONFIG, Running, note, note_radio, serving
 
 SETTING = f"dataset_ids=[{CONFIG['dataset_ids'][0]}]"
 
@@ -99,6 +99,25 @@ def test_settings_come_from_a_file_and_words_win(at: list[str], tmp_path: Path, 
 
     assert made["config"]["batch_size"] == 32
     assert made["job_name"] == ("from file" if name == "whole.json" else "training")
+
+
+def test_settings_are_given_by_their_names_in_submit_and_clone(running: Running, at: list[str]) -> None:
+    path = running.services.folder.data / "waves.h5"
+    path.write_bytes(b"")
+    note(running.services, "w" * 36, "dotted", "hdf5", {"path": str(path)})
+    words = ["dataset_ids=dotted", "settings.model.width=32", "model.depth=3"]
+    made = job("submit", *words, 'settings={"model.heads": 2, "model.depth": 1}', *at)
+
+    assert made["config"]["settings"] == {"model.heads": 2, "model.width": 32, "model.depth": 3}
+    clone = job("clone", made["id"], "model.width=64", "settings.model.heads=4", *at)
+    assert clone["config"]["settings"] == {"model.heads": 4, "model.width": 64, "model.depth": 3}
+    assert "model.depth?" in job("clone", made["id"], "model.dept=1", *at, exit_code=3)["error"]
+    assert "settings is" in job("submit", *words, "settings=3", *at, exit_code=3)["error"]
+
+
+def test_an_unknown_data_set_is_answered_with_the_command_that_lists_them(at: list[str]) -> None:
+    for words in (("submit", "dataset_ids=nothing"), ("check", "nothing")):
+        assert "`stoker job datasets`" in job(*words, *at, exit_code=3)["error"]
 
 
 def test_the_same_key_is_the_same_job(at: list[str]) -> None:
@@ -287,6 +306,11 @@ def test_the_environment_names_service_token_and_folder(
         "does not take the token"
         in job("list", "--token-file", str(tmp_path / "wrong"), exit_code=1)["error"]
     )
+
+
+def test_a_number_with_an_exponent_is_a_number(at: list[str]) -> None:
+    made = job("submit", SETTING, "learning_rate=1e-4", *at)
+    assert made["config"]["learning_rate"] == 1e-4
 
 
 def test_a_folder_on_the_command_line_goes_before_the_environment(

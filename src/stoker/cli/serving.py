@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
 import sys
 import time
@@ -262,7 +263,7 @@ def job_submit(
     \b
     Example:
       stoker job submit dataset_ids=[burgers] --name night-run
-      stoker job submit job.yaml batch_size=256 epochs=50 --follow
+      stoker job submit job.yaml batch_size=256 epochs=50 model.width=32 --follow
     """
     client = flags.client()
     made = _submit(client, list(words or []), name, key)
@@ -444,7 +445,8 @@ def job_clone(
     """
     client = flags.client()
     body = _body_of(client.job(_find(client, id))["job"])
-    body["config"] |= _read_pairs(words or []) | ({} if epochs is None else {"epochs": epochs})
+    given = _read_pairs(words or []) | ({} if epochs is None else {"epochs": epochs})
+    body["config"] = _with_given(body["config"], given)
     if name is not None:
         body["job_name"] = name
     out.show(_ask_once(lambda key: client.submit(body, key=key)), _render_jobs)
@@ -714,6 +716,9 @@ def _settings(words: list[str]) -> dict[str, Any]:
     )
 
 
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+
+
 def _read_pairs(words: list[str], example: str = "epochs=20") -> dict[str, Any]:
     """Return KEY=VALUE words by key; values are read as YAML, and `dataset_ids` is always a list."""
     import yaml
@@ -727,6 +732,8 @@ def _read_pairs(words: list[str], example: str = "epochs=20") -> dict[str, Any]:
         raise ConfigError(
             f"a setting cannot be read: {' '.join(str(error).split())}", hint="Expected KEY=VALUE"
         ) from None
+    # YAML 1.1 takes a number for text where it has an exponent and no point.
+    found |= {key: float(text) for key, text in texts.items() if _EXPONENT.fullmatch(text)}
     if isinstance(found.get("dataset_ids"), list):
         found["dataset_ids"] = [str(one) for one in found["dataset_ids"]]
     elif "dataset_ids" in found:  # names without brackets, which may look like numbers or dates
@@ -761,7 +768,25 @@ def _body(words: list[str]) -> dict[str, Any]:
             hint="Expected an object with dataset_ids, epochs, ...",
         )
     given = _read_pairs([word for word in words if "=" in word])
-    return {**body, "config": {**body["config"], **given}}
+    return {**body, "config": _with_given(body["config"], given)}
+
+
+def _with_given(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what was given; `model.width` and `settings.model.width` are in `settings`.
+
+    >>> _with_given({"epochs": 1, "settings": {"model.depth": 2}}, {"epochs": 3, "model.width": 64})
+    {'epochs': 3, 'settings': {'model.depth': 2, 'model.width': 64}}
+    """
+    changed = {**config, **{name: value for name, value in given.items() if "." not in name}}
+    dotted = {name.removeprefix("settings."): value for name, value in given.items() if "." in name}
+    if dotted:
+        settings = changed.get("settings") or {}
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"settings is {settings!r}", hint='Expected settings by name, as {"model.width": 64}'
+            )
+        changed["settings"] = {**cast("dict[str, Any]", settings), **dotted}
+    return changed
 
 
 def _follow(out: CommandOutput, client: Client, id: str) -> None:

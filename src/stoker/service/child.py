@@ -122,11 +122,32 @@ def _fail(journal: Journal, error: Exception) -> int:
     if _is_full(error):
         return NO_ROOM
     try:
-        journal.tell("failed", {"error": str(error) or type(error).__name__, "type": type(error).__name__})
+        journal.tell("failed", {"error": _said(error) or type(error).__name__, "type": type(error).__name__})
     except ResourceError:
         return NO_ROOM
     code = error.exit_code if isinstance(error, StokerError) else _FAILED
     return code if code not in (0, STOPPED, NO_ROOM) else _FAILED
+
+
+def _said(error: Exception) -> str:
+    """Return why the job failed; arguments of the library are settings there, and runs are jobs."""
+    if not isinstance(error, StokerError) or not error.arguments:
+        return str(error)
+    from stoker.config.names import in_settings
+
+    text = in_settings(error)
+    for typed, pressed in _INSTEAD:
+        text = text.replace(typed, pressed)
+    return text
+
+
+_INSTEAD = (
+    ("run again with precompute.retry_quarantined=true. ", "resume the job. "),
+    ("run again with ", "clone the job with "),
+    ("run it again", "resume the job"),
+    ("To continue without them: ", "To continue without them, clone the job with "),
+)
+"""What a message says of a run, and what is done with a job; one that is resumed reads repaired files."""
 
 
 def _is_full(error: BaseException | None) -> bool:

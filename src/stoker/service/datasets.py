@@ -520,6 +520,6 @@ def _found(database: Database, connection: sa.Connection, ids: Sequence[str]) ->
     if missing := [id for id in ids if id not in by_key]:
         raise NotFoundError(
             f"no data set is registered as {', '.join(missing)}",
-            hint="GET /api/v1/training/datasets lists them",
+            hint="`stoker job datasets` or GET /api/v1/training/datasets lists them",
         )
     return [by_key[id] for id in ids]

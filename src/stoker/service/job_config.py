@@ -227,11 +227,11 @@ SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
             "training.rollout_horizon", "training.start_every", "training.shuffle", "training.partition",
             "training.subset",
             "training.latent_cache_dtype", "training.checkpoint_every", "precompute.max_quarantined",
-            "precompute.nan",
+            "precompute.nan", "precompute.retry_quarantined",
         ),
         "images": (
             "data.images.size", "data.images.fit", "data.images.color", "data.limit",
-            "precompute.max_quarantined",
+            "precompute.max_quarantined", "precompute.retry_quarantined",
         ),
     }
 )  # fmt: skip

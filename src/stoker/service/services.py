@@ -484,7 +484,7 @@ def require_fit(services: Services, config: JobConfig) -> tuple[list[dict[str, A
     try:
         found = describe(services.database, config.dataset_ids)
     except NotFoundError as error:
-        hint = f"{error.problem.hint}; POST to the same address registers one, as "
+        hint = f"{error.problem.hint}; `stoker job register` or POST to the same address registers one, as "
         hint += '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
         unknown = Problem(f"config.dataset_ids: {error.problem.fact}", hint)
         raise JobFieldError.of_fields([("dataset_ids", unknown)]) from None

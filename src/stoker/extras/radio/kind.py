@@ -264,12 +264,26 @@ def settings(config: JobConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
+@contextmanager
+def _named_limits(config: JobConfig) -> Generator[None]:
+    """Have an error of a job whose limits leave no row name these limits, not the condition in SQL."""
+    try:
+        yield
+    except SourceError as error:
+        _, found, dropped = error.fact.partition(" drops all ")
+        limits = {"min_snr_db": config.min_snr_db, "max_gdop": config.max_gdop}
+        given = ", ".join(f"{name}={value}" for name, value in limits.items() if value is not None)
+        if not found or not given:
+            raise
+        raise SourceError(f"{given}: drops all {dropped}", hint="Clone the job with a looser limit") from None
+
+
 def train(run: JobRun) -> dict[str, Any]:
     """Train a network that says where a transmitter is, and how sure that is; return the results, by name."""
     from stoker.run.fitting import one_thread
     from stoker.service.runs import train_records
 
-    with one_thread():
+    with one_thread(), _named_limits(run.config):
         return train_records(
             run, _rows_learner, architecture="triangulation", figures=("rmse_m", "p50_m", "p68_m", "p95_m")
         )
