@@ -716,6 +716,18 @@ def test_a_renewed_list_keeps_its_elements_its_focus_and_its_ticks(running: Runn
     assert page.evaluate("document.activeElement.id") == f"job-{id}"
 
 
+def test_a_command_line_of_the_api_is_copied(running: Running, page: Any) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto("/docs")
+    page.locator("#list_jobs summary").click()
+    page.locator("#list_jobs [data-copy]").click()
+    page.get_by_role("button", name="Copied").wait_for()
+
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.get_by_label("Command line of list_jobs").text_content()
+    assert copied.startswith("curl ")
+
+
 def test_the_actions_of_ticked_jobs_come_after_the_list_and_cover_no_focus(
     running: Running, page: Any
 ) -> None:

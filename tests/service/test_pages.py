@@ -606,6 +606,19 @@ def test_a_page_whose_service_does_not_answer_says_so() -> None:
 
 
 @needs_node
+def test_a_long_digest_in_a_clean_up_is_shortened() -> None:
+    digest = "0123456789abcdef" * 4
+    weights = {"path": f"/caches/encoders/{digest}.safetensors", "bytes": 2048, "reason": "no cache needs it"}
+    result = {"dry_run": True, "removed": [weights], "caches": [], "bytes_removed": 2048, "bytes_left": 0}
+
+    text, _, question = seen_after_its_stream_was_refused({"result": result})
+
+    assert "encoders/0123456789ab….safetensors, 2.0 KiB: no cache needs it" in text
+    assert digest not in text
+    assert "1 leftover file" in question
+
+
+@needs_node
 def test_a_preview_of_a_clean_up_says_in_words_what_would_go(tmp_path: Path) -> None:
     for name in ("radio_train", "cells"):
         cached_rows(tmp_path, name)
@@ -761,6 +774,23 @@ def test_a_list_keeps_its_filter_in_every_link(
     )
     for wrong in ("status=gone", "kind=gone", "sort=gone"):
         assert browser.get(f"/?{wrong}").status_code == 404
+
+
+def test_the_page_of_a_failed_job_says_so_once_and_promises_nothing(
+    running: Running, browser: httpx.Client
+) -> None:
+    id = made(running, "fails at once")
+    waiting = browser.get(f"/jobs/{id}").text
+    queue, attempt = taken(running, id)
+    outcome = Outcome(state=State.FAILED, error="no GPU is here", exit_code=2)
+    queue.finish(attempt, outcome, lines=[], position=0)
+
+    part = browser.get(f"/parts/jobs/{id}").text
+
+    assert re.sub("<[^>]*>", " ", part).lower().count("failed") == 1
+    assert "no GPU is here" in part
+    assert "the first finished epoch" in waiting
+    assert "the first finished epoch" not in browser.get(f"/jobs/{id}").text
 
 
 def test_states_are_counted_within_the_rest_of_the_filter(running: Running, browser: httpx.Client) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, cast
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Query, Request
@@ -342,7 +342,9 @@ def compare_jobs(
         for job, of_job, label in zip(jobs, rows, labels, strict=True)
     ]
     datasets = {one.id: one for one in services.datasets.list(limit=500)}
-    configs = [{**job.config, "epochs": job.epochs, "dataset_ids": _names(datasets, job)} for job in jobs]
+    configs = [
+        {**job.config, "epochs": job.epochs, "dataset_ids": _names(datasets, job.dataset_ids)} for job in jobs
+    ]
     kinds = [_kind(datasets, job) for job in jobs]
     inputs = [{print for _, print in caches} for caches in _caches_by_job(services, jobs).values() if caches]
     same_caches = all(one == inputs[0] for one in inputs)
@@ -625,9 +627,9 @@ def _job(services: Services, id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _names(datasets: Mapping[str, Dataset], job: Job) -> list[str]:
-    """Return the data sets of a job by name, or by id if they are gone."""
-    return [datasets[id].name if id in datasets else id for id in job.dataset_ids]
+def _names(datasets: Mapping[str, Dataset], ids: Iterable[str]) -> list[str]:
+    """Return data sets by name, or by id if they are gone."""
+    return [datasets[id].name if id in datasets else id for id in ids]
 
 
 def _data_of(services: Services, job: Job) -> dict[str, Any]:
@@ -635,7 +637,7 @@ def _data_of(services: Services, job: Job) -> dict[str, Any]:
     datasets = {one.id: one for one in _datasets_of(services, [job])}
     kind = _kind(datasets, job)
     settings = {
-        name: _names(datasets, job) if name == "dataset_ids" else value
+        name: _names(datasets, cast("list[str]", value)) if name == "dataset_ids" else value
         for name, value in job.config.items()
         if has_effect(name, kind)
     }

@@ -50,7 +50,7 @@ CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
     ("Loss", "", (("train_loss", "training", 1), ("val_loss", "validation", 1))),
     ("Validation error", "m", (("p50_m", "median", 1), ("p95_m", "95 %", 1), ("rmse_m", "rmse", 1))),
     ("Validation error", "", (("val_nrmse", "NRMSE", 1), ("persistence_nrmse", "persistence", 1))),
-    ("Validation accuracy", "%", (("accuracy", "right", 100),)),
+    ("Validation accuracy", "%", (("accuracy", "accuracy", 100),)),
     ("Learning rate", "", (("learning_rate", "rate", 1), ("lr", "rate", 1))),
     ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
 )

@@ -537,7 +537,10 @@ async function finish(operation, place) {
   text.className = now.state === "failed" ? "problem" : "lines";
   text.textContent = now.state === "failed" ? now.error : told(now.result);
   place.replaceChildren(text);
-  if (now.state !== "failed" && "caches" in now.result) showClean(now.result, text);
+  if (now.state !== "failed" && "caches" in now.result) {
+    text.title = now.result.removed.map((item) => item.path).join("\n");
+    showClean(now.result, text);
+  }
 }
 
 // Asks whether to delete what a preview lists; returns false, with the preview shown, if that is nothing.
@@ -598,7 +601,12 @@ function cleaned(result) {
     : `Nothing ${result.dry_run ? "would go" : "went"}; ${left}`;
   const known = new Set(result.caches.map((one) => `${one.name}/${one.fingerprint}`));
   const rest = result.removed.filter((item) => !known.has(item.path.split("/").slice(-2).join("/")));
-  return [some, ...rest.map((item) => `${item.path.split("/").slice(-3).join("/")}, ${size(item.bytes)}: ${item.reason}`)];
+  return [some, ...rest.map((item) => `${brief(item.path)}, ${size(item.bytes)}: ${item.reason}`)];
+}
+
+// The end of a path; of a digest its first digits.
+function brief(path) {
+  return path.split("/").slice(-3).join("/").replace(/([0-9a-f]{12})[0-9a-f]{20,}/g, "$1…");
 }
 
 // A row for each cache, those that go first: its name, what becomes of it, the rule, its size and its last use.
@@ -704,7 +712,7 @@ for (const [form, pressed] of early) form.requestSubmit(pressed);
 const find = document.getElementById("find");
 const bulk = document.getElementById("bulk");
 const JOBS = "/api/v1/training/jobs";
-const BULK = {pause: "Paused", resume: "Resumed", cancel: "Canceled", delete: "Deleted", tag: "Tagged"};
+const BULK = {pause: "Paused", resume: "Resumed", cancel: "Cancelled", delete: "Deleted", tag: "Tagged"};
 const LOST = {cancel: "Their checkpoints stay.", delete: "Their metrics, logs and checkpoints are lost. Caches stay."};
 let typing = 0;
 let working = Promise.resolve();
@@ -817,6 +825,20 @@ if (bulk && find) {
   });
   showTicked();
 }
+
+// Copies the text below a button; where the browser does not allow that, it is selected.
+
+document.addEventListener("click", async (event) => {
+  if (!event.target.matches("[data-copy]")) return;
+  const text = event.target.parentElement.nextElementSibling;
+  getSelection().selectAllChildren(text);
+  try {
+    await navigator.clipboard.writeText(text.textContent);
+    event.target.textContent = "Copied";
+  } catch {
+    event.target.textContent = "Selected, press Ctrl+C";
+  }
+});
 
 // Buttons that htmx sends.
 
