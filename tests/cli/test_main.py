@@ -68,8 +68,8 @@ def test_these_are_the_commands() -> None:
         ],
         "data": ["inspect", "stage", "fetch"],
         "job": [
-            *("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "files", "download"),
-            *("delete", "login", "datasets", "register", "generate", "check", "forget"),
+            *("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "clone", "tag"),
+            *("files", "download", "delete", "login", "datasets", "register", "generate", "check", "forget"),
         ],
     }
 

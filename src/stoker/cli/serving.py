@@ -436,7 +436,9 @@ def job_clone(
     *,
     flags: ServiceFlags,
 ) -> None:
-    """Submit a job with the settings of another, and start from the beginning.
+    """Submit a job with the settings of another.
+
+    It starts from the beginning.
 
     \b
     Example:

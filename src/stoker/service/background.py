@@ -307,3 +307,22 @@ class Operations:
             return replace(found, seconds=seconds)
         stalled = f"not done after {self._timeout_s:,.0f} s. Check whether its storage answers"
         return replace(found, seconds=seconds, state="failed", error=stalled)
+
+
+class Trouble:
+    """Why the service is degraded now, by part of it; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._why: dict[str, str] = {}
+
+    def note(self, part: str, why: str | None) -> None:
+        """Note why a part does not work; None: it works."""
+        if why is not None:
+            self._why = {**self._why, part: why}
+        elif part in self._why:
+            self._why = {other: text for other, text in self._why.items() if other != part}
+
+    @property
+    def why(self) -> str | None:
+        """All reasons together; None: the service works."""
+        return "; ".join(dict.fromkeys(self._why.values())) or None

@@ -48,6 +48,7 @@ from sqlalchemy.engine import URL, Dialect, make_url
 from stoker.errors import ConfigError, DegradedError, FormatError, StokerError
 from stoker.runtime.mounts import storage_of
 from stoker.runtime.threads import start_thread
+from stoker.service.background import Trouble
 
 if TYPE_CHECKING:
     from stoker.schema import Json
@@ -203,29 +204,6 @@ class RetryGate:
     def open(self) -> None:
         """Note that the database answered."""
         self._why = None
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Why the service is degraded, for pages, `/health`, `/ready` and streams.
-
-
-class Trouble:
-    """Failures now, by part of the service; safe to share between threads."""
-
-    def __init__(self) -> None:
-        self._why: dict[str, str] = {}
-
-    def note(self, part: str, why: str | None) -> None:
-        """Note why a part does not work; None: it works."""
-        if why is not None:
-            self._why = {**self._why, part: why}
-        elif part in self._why:
-            self._why = {other: text for other, text in self._why.items() if other != part}
-
-    @property
-    def why(self) -> str | None:
-        """All reasons together; None: the service works."""
-        return "; ".join(dict.fromkeys(self._why.values())) or None
 
 
 # ----------------------------------------------------------------------------------------------------------
