@@ -23,7 +23,7 @@ def load() -> Any:
 
 check = load()
 LONG = "def f():\n" + "    x = 1\n" * 51
-WIDE = "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(21))
+WIDE = "class A:\n" + "".join(f"    def m{n}(self): ...\n" for n in range(check.PUBLIC_METHODS + 1))
 
 
 @pytest.mark.parametrize(
