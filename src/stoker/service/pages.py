@@ -26,7 +26,15 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.staticfiles import StaticFiles
 
 import stoker
-from stoker.errors import ConfigError, NotFoundError, ResourceError, SourceError, StalledError, StokerError
+from stoker.errors import (
+    ConfigError,
+    DegradedError,
+    NotFoundError,
+    ResourceError,
+    SourceError,
+    StalledError,
+    StokerError,
+)
 from stoker.service import stream
 from stoker.service.api import (
     CacheRow,
@@ -575,10 +583,13 @@ def part_machine_timeline(request: Request, services: ServicesDep, seconds: Span
 
 
 def _machine_timeline(services: Services, seconds: int) -> dict[str, Any]:
+    said = {"phases_said": [*PHASES.items()], "seconds": seconds}
+    try:
+        found = machine_timeline(services.jobs, services.outbox, seconds)
+    except DegradedError as error:  # the rest of the page asks no database
+        return {**said, "timeline": None, "summary": [str(error)]}
     workers = 0 if services.supervisor is None else len(services.supervisor.workers())
-    found = machine_timeline(services.jobs, services.outbox, seconds)
-    drawn = draw_machine(found, workers)
-    return {"timeline": drawn, "summary": found.summary, "phases_said": [*PHASES.items()], "seconds": seconds}
+    return {**said, "timeline": draw_machine(found, workers), "summary": found.summary}
 
 
 def _jobs(request: Request, services: Services, number: int) -> dict[str, Any]:
