@@ -57,7 +57,7 @@ def test_a_url_is_split_from_its_password(tmp_path: Path, url: str, bare: str, p
     assert read_connection("lab", str(file_with(tmp_path, url))) == (bare, password)
 
 
-@pytest.mark.parametrize("sign", "/#?@:%+")
+@pytest.mark.parametrize("sign", "/#?@:%+&")
 @pytest.mark.parametrize("form", ["postgresql://me:{}@db/lab", "postgresql://me@db/lab?password={}"])
 def test_a_password_with_a_sign_is_read_rightly_or_refused(tmp_path: Path, sign: str, form: str) -> None:
     secret = f"hush{sign}secret"

@@ -67,9 +67,9 @@ def read_connection(name: str, path: str) -> tuple[str, str | None]:
         return _split(text.decode().strip())
     except (ConfigError, ValueError):
         raise ConfigError(
-            f"{where} has no URL of a PostgreSQL database, or one with sslpassword or passfile",
+            f"{where} has no URL of a PostgreSQL database, or one with sslpassword, passfile or an unknown option",
             hint="Expected one line: postgresql://USER:PASSWORD@HOST/DATABASE; in the password write "
-            "% as %25, / as %2F, # as %23, ? as %3F, @ as %40 and : as %3A",
+            "% as %25, / as %2F, # as %23, ? as %3F, @ as %40, : as %3A and & as %26",
         ) from None
 
 
@@ -83,8 +83,12 @@ def _split(url: str) -> tuple[str, str | None]:
     bare = f"postgresql://{user.partition(':')[0]}{at}{host}{parts.path}"
     options = [one for one in parts.query.split("&") if unquote(one.partition("=")[0]) != "password"]
     bare += f"?{'&'.join(options)}" if any(options) else ""
-    if has_password(bare):
-        raise ConfigError("the URL has a further secret")
+    from psycopg.pq import Conninfo
+
+    # libpq would repeat an unknown one, and it may be a part of the password.
+    unknown = {*address.options} - {one.keyword.decode() for one in Conninfo.get_defaults()}
+    if unknown or has_password(bare):
+        raise ConfigError("the URL has an unknown option or a further secret")
     return bare, address.options.get("password")
 
 
