@@ -67,7 +67,8 @@ def read_connection(name: str, path: str) -> tuple[str, str | None]:
         return _split(text.decode().strip())
     except (ConfigError, ValueError):
         raise ConfigError(
-            f"{where} has no URL of a PostgreSQL database, or one with sslpassword, passfile or an unknown option",
+            f"{where} has no URL of a PostgreSQL database, or one with sslpassword, passfile or an unknown "
+            "option",
             hint="Expected one line: postgresql://USER:PASSWORD@HOST/DATABASE; in the password write "
             "% as %25, / as %2F, # as %23, ? as %3F, @ as %40, : as %3A and & as %26",
         ) from None
